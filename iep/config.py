@@ -43,14 +43,6 @@ SYMBOLIC = "symbolic"
 """The execution engine that executes programs on the objects that a backbone finds, in place of a checkpoint."""
 SCORED = {"answers", "questions", "data", "split", "families", "skip_samples", "num_samples"}
 """The settings of an evaluation of a file of answers."""
-REPORT_QUESTIONS = 1000
-"""The greatest number of questions that the HTML report of an evaluation lists."""
-RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-"""The networks that `iep-preprocess` can compute features with."""
-RESNET, RESNET_STAGE, RESNET_IMAGE_SIZE = "resnet101", 3, 224
-"""The network, the stage and the image size of Johnson et al. 2017, section 4.1."""
-PATCH_SIZE = 8
-"""The side, in pixels, of features that are patches of the image."""
 SALIENCY = {
     "norm": "each function's attention, or the one that it reads, from 0 to 1; if it has neither, the norm over the "
     "channels of its output, scaled from its minimum to its maximum; no colour where it is 0 or the same everywhere",

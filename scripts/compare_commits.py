@@ -25,9 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 try:
     from iep.models.build import build
-    from iep.runtime.memory import keep_freed_memory
-except ModuleNotFoundError:  # a checkout from before iep/runtime
-    from iep.allocator import keep_freed_memory
+except ModuleNotFoundError:  # a checkout from before iep/models
     from iep.networks import build
 
 FULL = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14, "module_dim": 128, "stem_widths": (128,)}
@@ -47,6 +45,7 @@ CASES = {
     "small, training": {"engine": "small", "batch": 256, "training": True},
     "demo, training": {"engine": "demo", "batch": 256, "training": True, "sharing": True},
 }
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}  # see docs/guide.md
 SCHEDULERS = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 
 
@@ -59,7 +58,7 @@ class Worker:
         self.process = subprocess.Popen(
             command,
             cwd=checkout,
-            env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
+            env={**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": str(checkout.resolve())},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -135,7 +134,6 @@ class Steps:
     """The measurements of the checkout that this process runs."""
 
     def __init__(self, programs: Path):
-        keep_freed_memory()
         self.path, self.made = programs, {}
 
     def programs(self) -> int:

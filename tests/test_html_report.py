@@ -1,6 +1,5 @@
-"""What `iep-eval --report` puts into report.html: which questions, which curves, and programs side by side."""
+"""What `iep-eval --report` puts into report.html: which questions, and programs side by side."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,8 @@ from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE
 from iep.evaluation.outcome import Outcome
-from iep.evaluation.page_questions import (
+from iep.evaluation.predict import Predictions
+from iep.evaluation.question_cards import (
     FILLED_IN,
     IGNORED,
     Line,
@@ -26,8 +26,6 @@ from iep.evaluation.page_questions import (
     program_lines,
     side_by_side,
 )
-from iep.evaluation.predict import Predictions
-from iep.evaluation.training_curves import CHARTS, MOST_POINTS, draw_chart, thinned, training_runs
 from iep.execution_engine.choices import make_module_set
 from iep.programs import NOT_USED
 from iep.vocab import NULL, START
@@ -84,75 +82,6 @@ def test_a_directory_without_the_splits_images_is_refused_before_anything_is_eva
     with pytest.raises(InputError, match="no such directory"):
         Pictures(tmp_path / "none", "val")
     assert not (tmp_path / "out" / PAGE).exists()
-
-
-# Curves
-
-
-def write_metrics(run: Path, *lines: str) -> Path:
-    run.mkdir(exist_ok=True)
-    (run / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
-    (run / "best.pt").write_bytes(b"")
-    return run
-
-
-def test_a_run_is_read_once_whether_named_by_its_directory_or_a_checkpoint(tmp_path: Path):
-    run = write_metrics(tmp_path / "joint", '{"step": 1, "loss": 2}', '{"step": 2, "loss": 1, "reward": 0.5}')
-    (found,) = training_runs({"pg": str(run), "ee": str(run / "best.pt")})
-    assert found.parts == ("pg", "ee")
-    assert found.charts == {"Loss": {"loss": [(1, 2.0), (2, 1.0)]}, "Accuracy": {"reward": [(2, 0.5)]}}
-    assert found.averaged == 1
-
-
-def test_the_runs_that_a_joint_run_started_from_follow_it(tmp_path: Path):
-    runs = {name: write_metrics(tmp_path / name, '{"step": 1, "loss": 2}') for name in ("pg", "ee", "joint")}
-    starts = "".join(f"{name}: {runs[name] / 'best.pt'}\n" for name in ("pg", "ee"))
-    (runs["joint"] / "config.yaml").write_text(f"model: joint\n{starts}")
-    found = training_runs({"pg": str(runs["joint"]), "ee": str(runs["joint"])})
-    named = [(run.parts, run.path) for run in found]
-    before = [((f"{name} before joint training",), runs[name]) for name in ("pg", "ee")]
-    assert named == [(("pg", "ee"), runs["joint"]), *before]
-
-
-def test_what_is_no_finite_number_is_left_out_of_a_curve(tmp_path: Path):
-    lines = ['{"step": 1, "loss": 1%s}' % ("0" * 400), '{"step": 1%s, "loss": 1}' % ("0" * 400)]
-    lines += ['{"step": 1, "loss": NaN}', '{"step": 2, "loss": "low"}', '{"step": 3, "loss": null}', "broken", "{"]
-    (found,) = training_runs({"ee": str(write_metrics(tmp_path / "ee", *lines, '{"step": 4, "loss": 0.5}'))})
-    assert found.charts == {"Loss": {"loss": [(4, 0.5)]}}
-    (empty,) = training_runs({"ee": str(tmp_path / "elsewhere" / "model.pt")})
-    assert empty.charts == {}
-
-
-@given(st.integers(1, 2000), st.integers(1, 50))
-def test_a_long_curve_becomes_means_of_its_parts(length: int, most: int):
-    curve = [(float(step), float(step % 7)) for step in range(length)]
-    short = thinned(curve, most)
-    assert len(short) <= max(most, 1)
-    assert [step for step, _ in short] == sorted({step for step, _ in short})
-    size = -(-length // most)
-    sizes = [min(size, length - start) for start in range(0, length, size)]
-    total = sum(value * part for (_, value), part in zip(short, sizes, strict=True))
-    assert total == pytest.approx(sum(value for _, value in curve))
-
-
-def test_every_number_that_training_records_about_success_is_drawn(run):
-    drawn = {name for names in CHARTS.values() for name in names}
-    rows = [json.loads(line) for line in (run["joint"].parent / "metrics.jsonl").read_text().splitlines()]
-    recorded = {name for row in rows for name in row}
-    assert recorded - drawn == {"step", "questions_per_second", "peak_memory_gb", "learning_rate"}
-    assert MOST_POINTS > 100
-
-
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e100, 1e100)), min_size=1, max_size=30))
-def test_every_curve_lies_within_its_axes(points):
-    curve = sorted(dict(points).items())
-    drawn = draw_chart("Loss", {"loss": curve, "last_loss": curve[-1:]})
-    heights, steps = ([place for place, _ in drawn[axis]] for axis in ("levels", "marks"))
-    assert heights == sorted(heights, reverse=True)
-    assert steps == sorted(steps)
-    for line in drawn["curves"]:
-        assert all(heights[-1] <= y <= heights[0] for _, y in line["points"])
-    assert [texts[0] for _, _, texts in drawn["steps"]][-1] == drawn["curves"][0]["end"]
 
 
 # The file

@@ -223,13 +223,12 @@ def saved(path: Path, pixels: np.ndarray, **options: object) -> Path:
 
 @pytest.mark.parametrize(
     ("orientation", "seen"),
-    [(1, lambda x: x), (2, np.fliplr), (3, lambda x: np.rot90(x, 2)), (6, lambda x: np.rot90(x, -1)), (8, np.rot90)],
+    [(1, lambda x: x), (2, np.fliplr), (6, lambda x: np.rot90(x, -1))],
 )
-@pytest.mark.parametrize(("kind", "options"), [("png", {}), ("tif", {"compression": "tiff_lzw"})])
-def test_a_picture_is_turned_as_its_exif_data_say(tmp_path, orientation, seen, kind, options):
+def test_a_picture_is_turned_as_its_exif_data_say(tmp_path, orientation, seen):
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
-    path = saved(tmp_path / f"a.{kind}", GREY_HW, exif=exif, **options)
+    path = saved(tmp_path / "a.png", GREY_HW, exif=exif)
     assert np.array_equal(np.asarray(open_image(path))[:, :, 0], seen(GREY_HW))
     assert read_image(path, (14, 14)).shape == (3, 14, 14)
 

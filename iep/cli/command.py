@@ -11,7 +11,6 @@ import click
 
 import iep
 from iep.errors import InputError
-from iep.runtime.memory import keep_freed_memory
 from iep.runtime.signals import Stopped, handled
 
 FULL_DISK = {
@@ -43,7 +42,6 @@ class _Stoppable(click.Command):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         _replace_closed_streams()
-        keep_freed_memory()
         warnings.filterwarnings("ignore", USELESS)
         os.environ["MPLBACKEND"] = "agg"  # pictures are only written to files, and other backends may be missing
         if sys.stdout.errors == "strict":

@@ -18,11 +18,12 @@ from iep.cli.options import (
     modules_option,
     network_options,
 )
-from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, SCORED, SYMBOLIC, Evaluation
-from iep.runtime.locks import alone_in
+from iep.config import PROGRAM_SOURCES, SCORED, SYMBOLIC, Evaluation
 
 OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
 """The options of what is written and shown."""
+MOST_QUESTIONS = 1000
+"""The default of the greatest number of questions that the HTML report lists."""
 
 
 @click.command(cls=Command)
@@ -86,7 +87,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
     "report_dir",
     type=DirectoryPath(),
     metavar="DIR",
-    help="Directory for report.html: accuracies, confusion, worst questions and training curves on one page.",
+    help="Directory for report.html: accuracies, confusion and worst questions on one page.",
 )
 @click.option(
     "--images",
@@ -100,7 +101,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
     type=click.IntRange(min=0),
     metavar="N",
     help="Largest number of questions in the report; of a larger split, the worst and some of every kind.  "
-    f"[default: {REPORT_QUESTIONS}]",
+    f"[default: {MOST_QUESTIONS}]",
 )
 @click.option("--name", default="model", show_default=True, help="Heading of the new evaluation's column.")
 @click.option(
@@ -155,6 +156,7 @@ def main(
     from iep.evaluation.outcome import OUTPUTS, REPORT
     from iep.evaluation.run_evaluation import evaluate
     from iep.runtime.distributed import is_main, joined
+    from iep.runtime.locks import alone_in
 
     options |= device_settings(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
@@ -167,8 +169,7 @@ def main(
     ]
     page = None
     if report_dir is not None:
-        most_questions = REPORT_QUESTIONS if most_questions is None else most_questions
-        page = Page(report_dir, most_questions, name, tuple(earlier))
+        page = Page(report_dir, MOST_QUESTIONS if most_questions is None else most_questions, name, tuple(earlier))
 
     def show(report: Report) -> None:
         click.echo(format_table([*earlier, (name, report)]))

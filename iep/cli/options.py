@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.config import (
-    BATCHING,
-    PATCH_SIZE,
-    PRECISIONS,
-    RESNET,
-    RESNET_IMAGE_SIZE,
-    RESNET_STAGE,
-    RESNETS,
-    Config,
-    Evaluation,
-)
+from iep.config import BATCHING, PRECISIONS, Config, Evaluation
 from iep.execution_engine.choices import EXECUTIONS
+from iep.preprocess.backbone_choices import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Backbone

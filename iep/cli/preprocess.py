@@ -8,9 +8,8 @@ import click
 
 from iep.cli.command import Command
 from iep.cli.options import DirectoryPath, NetworksPath, backbone_options, chosen_backbone
-from iep.config import RESNET
 from iep.errors import InputError
-from iep.runtime.locks import alone_in
+from iep.preprocess.backbone_choices import RESNET
 
 
 @click.command(cls=Command)
@@ -95,6 +94,7 @@ def main(
     from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
     from iep.runtime.devices import resolve_device
     from iep.runtime.distributed import by_main, is_main, joined, main_first
+    from iep.runtime.locks import alone_in
     from iep.synth.synthesize import RECORD, possible_tokens
 
     model = chosen_backbone(of_backbone, default="synth" if (clevr_dir / RECORD).exists() else RESNET)

@@ -1,6 +1,6 @@
 """An evaluation's outcome -> one HTML file that opens from disk, with everything that it needs inside.
 
-The template `html/report.html` renders all tables, curves and questions; its script sorts, filters and pages them. Data
+The template `html/report.html` renders all tables and questions; its script sorts, filters and pages them. Data
 become text and attributes, which Jinja escapes, and a content security policy lets no other script run and no address
 be fetched.
 
@@ -22,12 +22,11 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from iep import __version__
-from iep.config import DEFAULT_SALIENCY, REPORT_QUESTIONS, SALIENCY
-from iep.evaluation import training_curves
+from iep.config import DEFAULT_SALIENCY, SALIENCY
 from iep.evaluation.json_report import ROWS, Report, mean_accuracy, percent, with_baselines
 from iep.evaluation.metrics import answer_groups
 from iep.evaluation.outcome import Outcome, question_text
-from iep.evaluation.page_questions import REMARKS, Maps, Pictures, choose, differ, question_cards
+from iep.evaluation.question_cards import REMARKS, Maps, Pictures, choose, differ, question_cards
 from iep.programs import QUESTION_TYPES, program_lengths
 from iep.runtime.files import write_bytes
 
@@ -46,7 +45,7 @@ class Page:
     """
 
     directory: Path
-    most_questions: int = REPORT_QUESTIONS
+    most_questions: int
     name: str = "model"
     others: tuple[tuple[str, Report], ...] = ()
 
@@ -69,7 +68,7 @@ def write_page(
         maps: where each function of a question's program looked, by the question's row; None if no engine answers.
 
     Raises:
-        OSError: the file cannot be written, or a run's metrics.jsonl cannot be read.
+        OSError: the file cannot be written.
     """
     lengths_N = None if outcome.programs is None else program_lengths(outcome.programs, outcome.vocab.program)
     others = [each for each in with_baselines([*page.others, (page.name, report)])[:-1] if each[1].accuracy is not None]
@@ -102,7 +101,6 @@ def write_page(
             None if maps is None else lambda row: maps(int(rows_R[row])),
         ),
         pictures=pictures,
-        runs=training_curves.training_runs(report.checkpoints),
     )
     # A vocabulary may contain a token that is not UTF-8 text.
     write_bytes(page.directory / PAGE, text.encode(errors="replace"))
@@ -116,11 +114,7 @@ def render(**values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "percent": percent,
-        "whole": "{:,}".format,
-        "draw_chart": lambda chart: training_curves.draw_chart(*chart),
-    }
+    environment.filters |= {"percent": percent, "whole": "{:,}".format}
     environment.tests["different"] = lambda row: differ(*row)
     style, script = (environment.loader.get_source(environment, name)[0] for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -128,7 +122,6 @@ def render(**values: Any) -> str:
         style=Markup(style),
         script=Markup(script),
         script_digest=f"sha256-{digest}",
-        size=training_curves,
         remarks=REMARKS,
         maps_show=SALIENCY[DEFAULT_SALIENCY],
         **values,

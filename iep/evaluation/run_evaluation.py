@@ -36,8 +36,8 @@ from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.json_report import Report
 from iep.evaluation.metrics import Scores, count_types, question_types, score
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, Outcome, write_outputs
-from iep.evaluation.page_questions import Maps, Pictures
 from iep.evaluation.predict import Predictions, Predictor, predict
+from iep.evaluation.question_cards import Maps, Pictures
 from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
@@ -77,12 +77,12 @@ def evaluate(
     _check_models(settings)
     pictures = None if page is None or settings.images is None else Pictures(settings.images, settings.split)
     if settings.answers is not None:
-        found = _answered(settings)
+        results = _answered(settings)
     else:
-        found = _executed(settings) if is_symbolic(settings) else _predicted(settings)
-    if found is None:
+        results = _executed(settings) if is_symbolic(settings) else _predicted(settings)
+    if results is None:
         return None
-    outcome, split, seconds = found.outcome, found.split, found.outcome.predictions.seconds
+    outcome, split, seconds = results.outcome, results.split, results.outcome.predictions.seconds
     baselines, problem = _baselines(settings, outcome)
     programs = _programs_used(settings)
     beam = f", beam {settings.beam_size}" if programs == "predicted" and settings.beam_size > 1 else ""
@@ -94,13 +94,13 @@ def evaluate(
         accuracy=outcome.scores(outcome.right),
         program_exact_match=outcome.scores(outcome.exact),
         questions_per_second=None if seconds is None else len(split.questions) / seconds,
-        peak_memory_gb=found.peak_memory_gb,
-        device=found.device,
+        peak_memory_gb=results.peak_memory_gb,
+        device=results.device,
         programs=programs + beam,
         checkpoints={name: str(path) for name in EVALUATED if (path := getattr(settings, name)) is not None},
         baselines=baselines,
     )
-    notes = [*found.notes, *_notes(settings, outcome, problem, pictures)]
+    notes = [*results.notes, *_notes(settings, outcome, problem, pictures)]
     for note in notes:
         tqdm.write(note)
     try:
@@ -109,7 +109,7 @@ def evaluate(
             for note in _answers_notes(out, outcome, split.total):
                 tqdm.write(note)
         if page is not None:
-            write_page(page, outcome, report, _shown_settings(settings), pictures, notes, found.maps)
+            write_page(page, outcome, report, _shown_settings(settings), pictures, notes, results.maps)
     finally:
         if show is not None:
             show(report)
@@ -121,7 +121,7 @@ def is_symbolic(settings: Evaluation) -> bool:
     return settings.ee == Path(SYMBOLIC)
 
 
-class Found(NamedTuple):
+class Answered(NamedTuple):
     """What networks or a file of answers have predicted."""
 
     outcome: Outcome
@@ -133,7 +133,7 @@ class Found(NamedTuple):
     """The map of each function of a question's program; None unless an engine on one device answers."""
 
 
-def _predicted(settings: Evaluation) -> Found | None:
+def _predicted(settings: Evaluation) -> Answered | None:
     """Return what the networks predict; None in all processes but the first."""
     vocab = attempt(lambda: load_vocab(settings.data))
     device = main_device(settings.placement, settings.devices, settings.device)
@@ -171,10 +171,10 @@ def _predicted(settings: Evaluation) -> Found | None:
             pairs = zip(tokens, unit_maps(traced), strict=True)
             return [(token, map_HW.numpy()) for token, map_HW in pairs if engine.module_set.role(token) is not None]
 
-    return Found(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9, maps=maps)
+    return Answered(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9, maps=maps)
 
 
-def _executed(settings: Evaluation) -> Found | None:
+def _executed(settings: Evaluation) -> Answered | None:
     """Return the answers of programs on the objects that a backbone finds; None in all processes but the first."""
     vocab, device = attempt(lambda: load_vocab(settings.data)), resolve_device(settings.device)
     split = attempt(lambda: _open_split(settings, vocab, sees=False))
@@ -196,10 +196,10 @@ def _executed(settings: Evaluation) -> Found | None:
     ranked_QK = np.array([[vocab.answer_index[each]] for each in answers])
     outcome = Outcome(vocab, questions, replace(predictions, ranked_answers=ranked_QK, seconds=None))
     notes = [f"{count} programs have no answer on the objects found."] if (count := answers.count(NO_ANSWER)) else []
-    return Found(outcome, split, str(device), notes=notes)
+    return Answered(outcome, split, str(device), notes=notes)
 
 
-def _answered(settings: Evaluation) -> Found:
+def _answered(settings: Evaluation) -> Answered:
     """Return what a file answers."""
     if settings.questions is None:
         vocab = load_vocab(settings.data)
@@ -213,7 +213,7 @@ def _answered(settings: Evaluation) -> Found:
             raise InputError(f"{settings.questions}: has no question after the first {settings.skip_samples}")
         split = Split(chosen, None, len(every))
     vocab, predictions, notes = answer_predictions(settings.answers, split.questions, vocab, every)
-    return Found(Outcome(vocab, split.questions, predictions), split, notes=notes)
+    return Answered(Outcome(vocab, split.questions, predictions), split, notes=notes)
 
 
 def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 from iep.backbone.network import SceneNetwork
-from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.errors import InputError
 from iep.models.build import unpack
 from iep.models.checkpoint import BEST, PARTS_OF_A_MODEL, load_checkpoint, step_checkpoints
+from iep.preprocess.backbone_choices import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.preprocess.recipe import Recipe, file_digest
 from iep.runtime.reading import reading
 
@@ -156,7 +156,7 @@ class ResNet:
     The features in Johnson et al. 2017 (section 4.1) are the output of stage 3 of a resnet101: (1024, 14, 14).
 
     Args:
-        name: torchvision's name, one of `iep.config.RESNETS`.
+        name: torchvision's name, one of `RESNETS`.
         stage: 1 to 4, torchvision's layer1 to layer4.
         weights: `default` (torchvision's ImageNet weights, version 1, which the original toolkit used), `random`
             (`randomize`), or a file with a state dict of this ResNet.

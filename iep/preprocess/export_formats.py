@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import chain, compress, islice
+from itertools import chain, compress, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,23 @@ from tqdm import tqdm
 
 from iep.errors import InputError
 from iep.preprocess.clevr_files import read_scenes
-from iep.preprocess.export_rows import Row, Split, choose, open_splits
+from iep.preprocess.export_rows import Row, SplitFiles, choose, open_splits
 from iep.runtime.files import write_json
 from iep.runtime.locks import new_directory
 from iep.runtime.reading import reading
 from iep.synth.annotations import estimated_box, run_lengths
 from iep.synth.synthesize import is_whole_png
 
+FORMATS = {
+    "hf": "parquet",
+    "trl": "parquet",
+    "easyr1": "parquet",
+    "verl": "parquet",
+    "swift": "jsonl",
+    "llava": "json",
+    "nscl": "json",
+}
+"""The formats, and the endings of their files."""
 INSTRUCTION = "Think step by step, then give the answer, one word or number, in <answer> </answer>."
 """What prompts of reinforcement learning add to a question; `iep.reward` reads such answers."""
 SHORT_ANSWER = "Answer the question using a single word or phrase."
@@ -43,64 +53,38 @@ GROUP_ROWS, SHARD_ROWS = 200, 10_000
 NSCL_WORDS = ("<UNK>", "<BOS>", "<EOS>", "<CONCEPTS>", "<REL_CONCEPTS>", "<ATTRIBUTES>")
 
 
-def _hf(row: Row, split: str, image: Any) -> dict[str, Any]:
-    return {"image": image, "question": row.question, "answer": row.answer, **row.details}
+def entry_of(form: str, row: Row, split: str, image: Any) -> dict[str, Any]:
+    """Return a row of a split as a format other than `nscl` has it.
 
-
-def _trl(row: Row, split: str, image: Any) -> dict[str, Any]:
-    prompt, solution = [_user(f"{row.question} {INSTRUCTION}")], _marked(row.answer)
-    return {"image": image, "prompt": prompt, "problem": row.question, "solution": solution, **row.details}
-
-
-def _easyr1(row: Row, split: str, image: Any) -> dict[str, Any]:
-    return {"images": [image], "problem": f"<image>{row.question}", "answer": row.answer, **row.details}
-
-
-def _verl(row: Row, split: str, image: Any) -> dict[str, Any]:
-    return {
-        "data_source": "clevr",
-        "prompt": [_user(f"<image>{row.question} {INSTRUCTION}")],
-        "images": [image],
-        "ability": "visual_reasoning",
-        "reward_model": {"style": "rule", "ground_truth": row.answer},
-        "extra_info": {"split": split, "index": row.details["question_index"], "question": row.question, **row.details},
-    }
-
-
-def _swift(row: Row, split: str, image: Any) -> dict[str, Any]:
-    solution = _marked(row.answer)
-    messages = [_user(f"<image>{row.question} {INSTRUCTION}"), {"role": "assistant", "content": solution}]
-    return {"messages": messages, "images": [image], "solution": solution, **row.details}
-
-
-def _llava(row: Row, split: str, image: Any) -> dict[str, Any]:
-    asked = {"from": "human", "value": f"<image>\n{row.question}\n{SHORT_ANSWER}"}
-    conversations = [asked, {"from": "gpt", "value": row.answer}]
-    identity = f"{split}_{row.details['question_index']}"
-    return {"id": identity, "image": image, "conversations": conversations, **row.details}
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def _marked(answer: str) -> str:
-    return f"<answer>{answer}</answer>"
-
-
-ENTRIES: dict[str, Callable[[Row, str, Any], dict[str, Any]]] = {
-    "hf": _hf,
-    "trl": _trl,
-    "easyr1": _easyr1,
-    "verl": _verl,
-    "swift": _swift,
-    "llava": _llava,
-}
-"""By format, the function from a row, its split and its image to its entry. An image is an object of its bytes and its
-name in parquet files, and otherwise a path."""
-ENDINGS = {"swift": "jsonl", "llava": "json"}  # of the formats that are not parquet
-NSCL = "nscl"
-FORMATS = (*ENTRIES, NSCL)
+    Args:
+        image: the image's bytes and name in formats of parquet files, its path in others.
+    """
+    prompt, solution = f"{row.question} {INSTRUCTION}", f"<answer>{row.answer}</answer>"
+    index = row.details["question_index"]
+    if form == "hf":
+        entry = {"image": image, "question": row.question, "answer": row.answer}
+    elif form == "trl":
+        messages = [{"role": "user", "content": prompt}]
+        entry = {"image": image, "prompt": messages, "problem": row.question, "solution": solution}
+    elif form == "easyr1":
+        entry = {"images": [image], "problem": f"<image>{row.question}", "answer": row.answer}
+    elif form == "verl":
+        return {
+            "data_source": "clevr",
+            "prompt": [{"role": "user", "content": f"<image>{prompt}"}],
+            "images": [image],
+            "ability": "visual_reasoning",
+            "reward_model": {"style": "rule", "ground_truth": row.answer},
+            "extra_info": {"split": split, "index": index, "question": row.question, **row.details},
+        }
+    elif form == "swift":
+        messages = [{"role": "user", "content": f"<image>{prompt}"}, {"role": "assistant", "content": solution}]
+        entry = {"messages": messages, "images": [image], "solution": solution}
+    else:  # llava
+        question = {"from": "human", "value": f"<image>\n{row.question}\n{SHORT_ANSWER}"}
+        conversations = [question, {"from": "gpt", "value": row.answer}]
+        entry = {"id": f"{split}_{index}", "image": image, "conversations": conversations}
+    return entry | row.details
 
 
 def export(
@@ -117,36 +101,41 @@ def export(
 
     Args:
         names: the splits; none for all that have answers.
-        per_type: as in `choose`.
-        max_length: as in `choose`.
-        seed: as in `choose`.
-        say: is called with a line about each split.
+        per_type: the greatest number of questions of each type; None for all.
+        max_length: the greatest number of functions of a program, `scene` included; None for no limit.
+        seed: the seed of the choice of `per_type` questions.
+        say: a function that is called with a line about each split.
 
     Raises:
-        InputError: `out` is not empty or in use by another process, pyarrow is missing, an image is not a whole PNG
-            file or too large, for `nscl` a scene is missing or damaged, or as `open_splits` and `choose`.
+        InputError: `out` is not empty or in use by another process; pyarrow is missing; a split is missing or has no
+            answers; a question, a scene or an image cannot be exported (names the file); or no question is left.
         OSError: a file cannot be written.
     """
-    if form in ENTRIES and form not in ENDINGS and find_spec("pyarrow") is None:
+    ending = FORMATS[form]
+    if ending == "parquet" and find_spec("pyarrow") is None:
         raise InputError("writing parquet needs pyarrow: pip install 'iep[export]'")
     words: set[str] = set()
     with new_directory(out) as directory:
-        splits, unanswered = open_splits(clevr_dir, names)
-        for name in unanswered:
+        splits, without_answers = open_splits(clevr_dir, names)
+        for name in without_answers:
             say(f"{name}: left out, as its questions have no answers")
         for split in splits:
             flags = choose(split, max_length, per_type, seed)
-            rows = compress(split.rows() if form == NSCL else split.rows_with_scenes(), flags)
+            rows = compress(split.rows() if form == "nscl" else split.rows_with_scenes(), flags)
             rows = tqdm(rows, desc=split.name, total=sum(flags), unit=" questions", delay=0.5)
-            if form == NSCL:
+            if form == "nscl":
                 words |= _write_nscl(directory / split.name, split, rows)
-            elif form in ENDINGS:
-                _write_json(directory, split, form, rows)
-            else:
-                entries = (ENTRIES[form](row, split.name, _embedded(split.images[row.image])) for row in rows)
+            elif ending == "parquet":
+                entries = (entry_of(form, row, split.name, _embedded(split.images[row.image])) for row in rows)
                 _write_parquet(directory / "data", split.name, entries, -(-sum(flags) // SHARD_ROWS))
+            else:
+                images = Path("images", split.name)
+                (directory / images).mkdir(parents=True)
+                placed = ((row, _place(split.images[row.image], directory / images)) for row in rows)
+                entries = (entry_of(form, row, split.name, str(images / image.name)) for row, image in placed)
+                _write_json(directory / f"{split.name}.{ending}", entries)
             say(f"{split.name}: {sum(flags):,} of {len(flags):,} questions")
-        for split in splits if form == NSCL else ():
+        for split in splits if form == "nscl" else ():
             vocab = ("<PAD>", *sorted(words), *NSCL_WORDS)
             write_json(directory / split.name / "vocab.json", {word: index for index, word in enumerate(vocab)})
 
@@ -169,34 +158,22 @@ def _write_parquet(directory: Path, split: str, entries: Iterator[dict[str, Any]
                 writer.write_table(Table.from_pylist(group, schema=schema))
 
 
+def _write_json(path: Path, entries: Iterable[dict[str, Any]], key: str = "") -> None:
+    """Write one entry per line: JSON lines to a .jsonl file, otherwise a list, or an object with the list at `key`."""
+    before, between, after = (f'{{"{key}": [\n', ",\n", "\n]}\n") if key else ("[\n", ",\n", "\n]\n")
+    if path.suffix == ".jsonl":
+        before, between, after = "", "\n", "\n"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(before)
+        for count, entry in enumerate(entries):
+            file.write((between if count else "") + json.dumps(entry))
+        file.write(after)
+
+
 @lru_cache(maxsize=1)
 def _embedded(image: Path) -> dict[str, Any]:
     _check(image)
     return {"bytes": image.read_bytes(), "path": image.name}
-
-
-def _write_json(directory: Path, split: Split, form: str, rows: Iterable[Row]) -> None:
-    images = directory / "images" / split.name
-    images.mkdir(parents=True)
-
-    def entry(row: Row) -> dict[str, Any]:
-        placed = _place(split.images[row.image], images)
-        return ENTRIES[form](row, split.name, str(placed.relative_to(directory)))
-
-    around = ("[\n", ",\n", "\n]\n") if ENDINGS[form] == "json" else ("", "\n", "\n")
-    _write_list(directory / f"{split.name}.{ENDINGS[form]}", map(entry, rows), *around)
-
-
-def _write_list(path: Path, entries: Iterable[dict[str, Any]], before: str, between: str, after: str) -> int:
-    """Write entries as JSON between other text, and return their number."""
-    count = 0
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(before)
-        for entry in entries:
-            file.write((between if count else "") + json.dumps(entry))
-            count += 1
-        file.write(after)
-    return count
 
 
 def _place(image: Path, directory: Path) -> Path:
@@ -218,37 +195,39 @@ def _check(image: Path) -> None:
         Image.open(image).close()  # refuses a header of too many pixels, before a reader of the export does
 
 
-def _write_nscl(directory: Path, split: Split, rows: Iterable[Row]) -> set[str]:
+def _write_nscl(directory: Path, split: SplitFiles, rows: Iterable[Row]) -> set[str]:
     """Write all images and scenes of a split and the questions `rows`; return the words of the questions."""
     (directory / "images").mkdir(parents=True)
-    scenes = (_nscl_scene(scene, n, split, directory) for n, scene in enumerate(read_scenes(split.scenes)))
-    count = _write_list(directory / "scenes.json", scenes, '{"scenes": [\n', ",\n", "\n]}\n")
-    if count < len(split.images):
-        raise InputError(f"{split.scenes}: {count} scenes of {len(split.images)} images, expected one of each")
+    _write_json(directory / "scenes.json", _nscl_scenes(split, directory / "images"), "scenes")
     words: set[str] = set()
 
     def source(row: Row) -> dict[str, Any]:
         words.update(re.findall(r"\w+|[^\w\s]", row.question))  # as nltk.word_tokenize splits CLEVR's questions
         return row.source
 
-    _write_list(directory / "questions.json", map(source, rows), '{"questions": [\n', ",\n", "\n]}\n")
+    _write_json(directory / "questions.json", map(source, rows), "questions")
     return words
 
 
-def _nscl_scene(scene: dict[str, Any], position: int, split: Split, directory: Path) -> dict[str, Any]:
-    """Return a scene with the masks of its objects, or else with their estimated boxes as `objects_detection`."""
-    if scene.get("image_index", position) != position or position >= len(split.images):
-        what = f"scene {position} is not that of image {position}"
-        raise InputError(f"{split.scenes}: {what}, expected one scene of each image")
-    image = _place(split.images[position], directory / "images")
-    with Image.open(image) as opened:
-        width, height = opened.size
-    with reading(split.scenes, "a CLEVR scenes file"):
-        scene["image_filename"] = image.name
-        if all("mask" in thing for thing in scene["objects"]):
-            return scene
-        boxes = [estimated_box(thing, scene["directions"]["behind"], width, height) for thing in scene["objects"]]
-        return scene | {"objects_detection": [{"bbox": box, "mask": _filled(box, width, height)} for box in boxes]}
+def _nscl_scenes(split: SplitFiles, directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the scene of each image, which is placed in a directory.
+
+    Objects have masks, or else the scene has their estimated boxes as `objects_detection`.
+    """
+    for n, (scene, path) in enumerate(zip_longest(read_scenes(split.scenes), split.images)):
+        if scene is None or path is None or scene.get("image_index", n) != n:
+            what = f"scene {n} is {'missing' if scene is None else f'not that of image {n}'}"
+            raise InputError(f"{split.scenes}: {what}, expected one scene of each of the {len(split.images)} images")
+        image = _place(path, directory)
+        with Image.open(image) as opened:
+            width, height = opened.size
+        with reading(split.scenes, "a CLEVR scenes file"):
+            scene["image_filename"] = image.name
+            if not all("mask" in thing for thing in scene["objects"]):
+                behind = scene["directions"]["behind"]
+                boxes = [estimated_box(thing, behind, width, height) for thing in scene["objects"]]
+                scene["objects_detection"] = [{"bbox": box, "mask": _filled(box, width, height)} for box in boxes]
+        yield scene
 
 
 def _filled(box: list[int], width: int, height: int) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Split:
-    """A split's question file, its images by index, and its scenes file, which may be missing."""
+class SplitFiles:
+    """The files of a split: its questions, its images by index, and its scenes, which may be missing."""
 
     name: str
     questions: Path
@@ -52,8 +52,8 @@ class Split:
         """Yield the row of each question, without scenes.
 
         Raises:
-            InputError: as `read_questions`, or a question has no text or answer, is about a missing image, has a
-                malformed program, or is not UTF-8 text (names the file and the question).
+            InputError: the file is not a CLEVR question file; or a question has no text or answer, is about a missing
+                image, has a malformed program, or is not UTF-8 text (names the file and the question).
         """
         for position, question in enumerate(clevr_files.read_questions(self.questions)):
             try:
@@ -65,7 +65,8 @@ class Split:
         """Yield the row of each question, with its scene if there is a scenes file.
 
         Raises:
-            InputError: as `rows` and `read_scenes`, an image has no scene, or an image's index is not an integer.
+            InputError: a question is invalid, the file is not a CLEVR scenes file, an image has no scene, or an image's
+                index is not an integer.
         """
         if not self.scenes.exists():
             yield from self.rows()
@@ -82,15 +83,15 @@ class Split:
             yield replace(row, details=row.details | {"scene": texts[row.image]})
 
 
-def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[Split], list[str]]:
+def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[SplitFiles], list[str]]:
     """Return the splits of these names, or all that have answers, and the names of those without answers.
 
     Raises:
-        InputError: a split of these names is missing or has no answers, there is no split with answers, or as
-            `image_paths`; or the name of a file is not UTF-8.
+        InputError: a split of these names is missing or has no answers, there is no split with answers, the indices of
+            a split's images have gaps, or the name of a file is not UTF-8.
     """
     files, directories = clevr_files.question_files(clevr_dir), clevr_files.image_directories(clevr_dir)
-    splits, unanswered = [], []
+    splits, without_answers = [], []
     for name in names or files or ("train",):
         of_images = name if name in directories else name.rpartition("_")[2]  # CLOSURE's are those of CLEVR's splits
         for what, split, found, example in (
@@ -101,15 +102,15 @@ def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[Split], l
                 names = ", ".join(found) or f"none, expected {example}"
                 raise InputError(f"{clevr_dir}: no {what} of split {split!r} (found: {names})")
         if next(clevr_files.read_questions(files[name])).get("answer") is None:
-            unanswered.append(name)
+            without_answers.append(name)
             continue
         images = clevr_files.image_paths(directories[of_images])
         for path in (files[name], *images):
             check_utf8(path.name, f"{path}: the name")
-        splits.append(Split(name, files[name], images, clevr_files.scenes_path(clevr_dir, of_images)))
-    if unanswered and (names or not splits):
-        raise InputError(f"{files[unanswered[0]]}: the questions have no answers, which an export needs")
-    return splits, unanswered
+        splits.append(SplitFiles(name, files[name], images, clevr_files.scenes_path(clevr_dir, of_images)))
+    if without_answers and (names or not splits):
+        raise InputError(f"{files[without_answers[0]]}: the questions have no answers, which an export needs")
+    return splits, without_answers
 
 
 def _row(question: dict[str, Any], position: int, num_images: int) -> Row:
@@ -128,7 +129,7 @@ def _row(question: dict[str, Any], position: int, num_images: int) -> Row:
     return Row(text, answer, image, question | {"answer": answer}, details)
 
 
-def choose(split: Split, max_length: int | None = None, per_type: int | None = None, seed: int = 0) -> bytearray:
+def choose(split: SplitFiles, max_length: int | None = None, per_type: int | None = None, seed: int = 0) -> bytearray:
     """Return a flag for each row of a split: 1 if an export takes it.
 
     A question that occurred before about the same image is left out. The same arguments and files give the same choice.
@@ -139,8 +140,8 @@ def choose(split: Split, max_length: int | None = None, per_type: int | None = N
             differ as little as possible; None for all.
 
     Raises:
-        InputError: as `Split.rows`; only some questions have a program, or none has one and they are to be chosen by
-            type or length; or no question is left.
+        InputError: a question is invalid; only some questions have a program, or none has one and they are to be chosen
+            by type or length; or no question is left.
     """
     seen: set[tuple[int, str]] = set()
     known: dict[Kind, Kind] = {}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from iep.errors import InputError
-from iep.runtime.signals import end_with_parent, unanswered
+from iep.runtime.signals import default_signals, end_with_parent
 
 PATIENCE_SECONDS = 600
 """The time for which the first process waits for the others to connect."""
@@ -43,7 +43,7 @@ def joined() -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # if torchrun itself is killed, this process stops and saves
     try:
-        with unanswered():  # Python cannot run a handler while the C++ code waits for other processes
+        with default_signals():  # Python cannot run a handler while the C++ code waits for other processes
             _join()
     except (ValueError, RuntimeError) as error:
         what = " ".join(str(error).split())[:300]

@@ -101,7 +101,7 @@ def deferred() -> Iterator[None]:
         raise Stopped(_asked)
 
 
-def unanswered() -> AbstractContextManager[None]:
+def default_signals() -> AbstractContextManager[None]:
     """Return a context in which a signal ends the process at once, as is the system's default. Main thread only."""
     return _installed(dict.fromkeys(SIGNALS, signal.SIG_DFL))
 

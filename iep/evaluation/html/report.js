@@ -1,7 +1,6 @@
 "use strict";
 
-// Sorts the report's tables, filters, orders and pages its questions, moves between cells of the confusion matrix by
-// arrow keys, and shows values of the curves. All that it shows is in the page already.
+// Sorts the report's tables, and filters, orders and pages its questions. All that it shows is in the page already.
 const STEP = 25;
 const ORDERS_DOWN = ["probability", "length"]; // the first click on these sorts in descending order
 const PICTURES = JSON.parse(byId("pictures").textContent);
@@ -40,21 +39,6 @@ for (const table of all("table.statistics")) {
       table.tBodies[0].append(...(next === "none" ? rows : sorted));
     });
   }
-}
-
-// Confusion matrix: the tab key reaches one cell, the arrow keys reach the others.
-const cells = all("button.cell");
-for (const [at, cell] of cells.entries()) {
-  cell.tabIndex = at === 0 ? 0 : -1;
-  cell.addEventListener("focus", () => cells.forEach((other) => (other.tabIndex = other === cell ? 0 : -1)));
-  cell.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -1, ArrowDown: 1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    const side = ["ArrowLeft", "ArrowRight"].includes(event.key) ? "true" : "predicted";
-    const line = cells.filter((other) => other.dataset[side] === cell.dataset[side]);
-    line[line.indexOf(cell) + step]?.focus();
-  });
 }
 
 // Questions: those that match the filters, in the chosen order, some at a time.
@@ -113,7 +97,7 @@ function evaluated() {
   if (!names.length) return total;
   if (names.length === 1) return Number(byId(`filter-${names[0]}`)?.selectedOptions?.[0].dataset.count ?? NaN) || undefined;
   const { true: answer, predicted } = filters;
-  const cell = cells.find((cell) => cell.dataset.true === answer && cell.dataset.predicted === predicted);
+  const cell = all("button.cell").find((cell) => cell.dataset.true === answer && cell.dataset.predicted === predicted);
   return names.length === 2 && cell ? Number(cell.textContent) : undefined;
 }
 
@@ -162,32 +146,3 @@ byId("open-programs").addEventListener("change", (event) => {
   for (const details of cards.flatMap((card) => all("details", card))) details.open = event.target.checked;
 });
 refresh();
-
-// Curves: show the values under the pointer or, with the arrow keys, at a step.
-for (const chart of all("figure.chart")) {
-  const svg = chart.querySelector("svg");
-  const cursor = chart.querySelector(".cursor");
-  const values = all(".key b", chart);
-  const steps = JSON.parse(svg.dataset.steps); // [x, step, the text of each curve's value]
-  let at = null;
-  const go = (place) => {
-    at = place;
-    const [x, step, readings] = steps[at ?? steps.length - 1];
-    cursor.setAttribute("visibility", at === null ? "hidden" : "visible");
-    for (const side of ["x1", "x2"]) cursor.setAttribute(side, x);
-    chart.querySelector(".when").textContent = at === null ? "at the end" : `at step ${step}`;
-    for (const [number, value] of values.entries()) value.textContent = readings[number];
-  };
-  svg.addEventListener("pointermove", (event) => {
-    const frame = svg.getBoundingClientRect();
-    const where = ((event.clientX - frame.left) / frame.width) * svg.viewBox.baseVal.width;
-    go(steps.reduce((best, [x], place) => (Math.abs(x - where) < Math.abs(steps[best][0] - where) ? place : best), 0));
-  });
-  svg.addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!move) return;
-    event.preventDefault();
-    go(Math.min(Math.max((at ?? steps.length) + move, 0), steps.length - 1));
-  });
-  for (const end of ["pointerleave", "blur"]) svg.addEventListener(end, () => go(null));
-}
