@@ -43,14 +43,6 @@ SYMBOLIC = "symbolic"
 """The execution engine that executes programs on the objects that a backbone finds, in place of a checkpoint."""
 SCORED = {"answers", "questions", "data", "split", "families", "skip_samples", "num_samples"}
 """The settings of an evaluation of a file of answers."""
-SALIENCY = {
-    "norm": "each function's attention, or the one that it reads, from 0 to 1; if it has neither, the norm over the "
-    "channels of its output, scaled from its minimum to its maximum; no colour where it is 0 or the same everywhere",
-    "gradient": "the norm over the channels of the gradient of the answer's score by each function's output, scaled "
-    "from its minimum to its maximum; no colour where it is 0 or the same everywhere",
-}
-"""What the maps of a program's functions show, by the names for `--saliency`."""
-DEFAULT_SALIENCY = "norm"
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")

@@ -26,9 +26,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from iep.asking.answers import Answer, Asker
 from iep.asking.loading import Model
 from iep.asking.picture import lit
-from iep.config import DEFAULT_SALIENCY, SALIENCY
 from iep.errors import InputError
 from iep.evaluation.question_cards import data_uri
+from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.execution_engine.trace import trace, unit_maps
 from iep.preprocess.images import open_image
 from iep.programs import named, tokens_run, tree_lines

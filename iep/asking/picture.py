@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from iep.asking.answers import MOST_WORDS, Answer, Asker, some
-from iep.config import SALIENCY
 from iep.errors import InputError
+from iep.execution_engine.choices import SALIENCY
 from iep.execution_engine.trace import trace, unit_maps
 from iep.preprocess.images import open_image
 from iep.programs import NOT_USED, Node, ProgramTree

@@ -20,8 +20,9 @@ from iep.cli.options import (
     modules_option,
     network_options,
 )
-from iep.config import DEFAULT_SALIENCY, SALIENCY, Evaluation
+from iep.config import Evaluation
 from iep.errors import InputError
+from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.runtime.files import check_writable
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from iep import __version__
-from iep.config import DEFAULT_SALIENCY, SALIENCY
 from iep.evaluation.json_report import ROWS, Report, mean_accuracy, percent, with_baselines
 from iep.evaluation.metrics import answer_groups
 from iep.evaluation.outcome import Outcome, question_text
 from iep.evaluation.question_cards import REMARKS, Maps, Pictures, choose, differ, question_cards
+from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.programs import QUESTION_TYPES, program_lengths
 from iep.runtime.files import write_bytes
 

@@ -47,6 +47,14 @@ NORMS = ("none", "batch", "example")
 STEMS = ("conv", "pixels", "none")
 INITIALIZATIONS = ("kaiming", "torch")
 POOLINGS = ("maxpool2", "none")
+SALIENCY = {
+    "norm": "each function's attention, or the one that it reads, from 0 to 1; if it has neither, the norm over the "
+    "channels of its output, scaled from its minimum to its maximum; no colour where it is 0 or the same everywhere",
+    "gradient": "the norm over the channels of the gradient of the answer's score by each function's output, scaled "
+    "from its minimum to its maximum; no colour where it is 0 or the same everywhere",
+}
+"""What the maps of a program's functions show, by the names for `--saliency`."""
+DEFAULT_SALIENCY = "norm"
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from iep.config import DEFAULT_SALIENCY
+from iep.execution_engine.choices import DEFAULT_SALIENCY
 from iep.execution_engine.roles import result_kind
 from iep.programs import SCENE, ProgramTree, program_tree
 

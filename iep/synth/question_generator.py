@@ -171,10 +171,10 @@ def _shortest(link: Link) -> int:
 
 
 def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
-    """Find two phrases that name different sets, whose sizes compare as wanted."""
+    """Find two phrases that name different sets, or none at all, and whose sizes compare as wanted."""
     compare = _COMPARE[family.head]
     for _ in range(TRIES):
-        size = search.rng.choices((0, 1, 2, 3), (0.15, 0.35, 0.3, 0.2))[0]
+        size = search.rng.choices((0, 1, 2, 3), (0.25, 0.35, 0.25, 0.15))[0]
         left = describe_set(
             search, lambda objects_D, size=size: np.minimum(SIZES[objects_D], 3) == size, family.links[0]
         )
@@ -182,10 +182,11 @@ def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
             continue
 
         def accept(objects_D: np.ndarray, ours: int = left.objects) -> np.ndarray:
-            return (objects_D != ours) & (compare(ours.bit_count(), SIZES[objects_D]) == (answer == "yes"))
+            is_other_D = (objects_D != ours) | (ours == 0)
+            return is_other_D & (compare(ours.bit_count(), SIZES[objects_D]) == (answer == "yes"))
 
         right = describe_set(search, accept, family.links[1])
-        if right is not None:
+        if right is not None and right.tokens != left.tokens:
             return (family.head, *left.tokens_after("count"), *right.tokens_after("count")), (left, right), ()
     return None
 

@@ -42,7 +42,7 @@ from iep.vocab import Vocab
 BLOCK = 50
 SCENE_TRIES = 5
 RECORD = "synth.json"
-GENERATOR = 2  # increased whenever the same options give other bytes
+GENERATOR = 3  # increased whenever the same options give other bytes
 INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}
 Progress = Callable[[str, int], None]
 
