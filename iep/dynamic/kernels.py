@@ -71,8 +71,6 @@ class Op:
     """A function or module."""
     arguments: Nested
     """The positional arguments and those by name, with a placeholder for each tensor that differs between samples."""
-    num_leaves: int
-    """The number of these tensors."""
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     """The kinds of devices for which autocast was enabled, each with its dtype."""

@@ -7,7 +7,7 @@ autocast) have the same op. `lower` makes a graph of them.
 A run computes every future that is still referenced. Nothing recorded before a run is therefore used after it: the
 recording starts anew, and computed futures are treated as tensors from outside.
 
-Shapes: N nodes, U arguments of all nodes, A greatest number of one node, F futures.
+Shapes: N nodes, O ops, U arguments of all nodes, A greatest number of one node, F futures.
 """
 
 from array import array
@@ -21,15 +21,15 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from iep.batching.graph import Graph
 from iep.batching.plan import Read, Signature, Types
 from iep.batching.sharing import share
-from iep.dynamic.future import Future, Nested, forbid_lost_gradients, recording_into, split, values_of
+from iep.dynamic.future import LEAF, Future, Nested, forbid_lost_gradients, recording_into, split, values_of
 from iep.dynamic.kernels import NOW, STATIC, Kernel, Op, Spec, kernel_of, name_of, state_of, tensors_of
 
-STATIC_KINDS = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
+STATIC_KINDS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 """The types of most arguments that are not tensors."""
 MOST_RESULTS = 1 << 16
 """A number above that of the results of any node."""
@@ -101,13 +101,12 @@ class Recording:
             if _version_of(tensor) != version:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} was changed in place {when}")
 
-    def futures_for(self, arguments: Any) -> Any:
-        """Return nested arguments in which futures replace the tensors that belong to one sample."""
-
-        def future_for(value: Any) -> Any:
+    def future_for(self, value: Any) -> Any:
+        """Return a nested value in which futures replace the tensors that belong to one sample."""
+        if isinstance(value, Tensor):
             return Future(self, self._column(Spec.of(value)), 0, value) if self._is_samples(value) else value
-
-        return tree_map(lambda value: value if type(value) is Future else future_for(value), arguments)
+        is_known = type(value) is Future or type(value) in STATIC_KINDS
+        return value if is_known else tree_map_only(Tensor, self.future_for, value)
 
     def _is_samples(self, value: Any) -> bool:
         """Return whether a value is a future, or a tensor that is not shared by all calls."""
@@ -119,10 +118,8 @@ class Recording:
 
         If the call cannot be a node, it runs now, and its result is returned.
         """
-        grad = is_grad_enabled()
-        if not grad:
-            forbid_lost_gradients()
-        key: list = [function, grad, getattr(function, "training", None), _autocast()]
+        forbid_lost_gradients()
+        key: list = [function, is_grad_enabled(), getattr(function, "training", None), _autocast()]
         addresses: list[int] = []
         try:
             self._walk((*args, kwargs) if kwargs else args, key, addresses)
@@ -153,9 +150,8 @@ class Recording:
                 key.append(value._column)
                 addresses.append(value._address)
             elif kind in STATIC_KINDS:
-                key += (kind, value)  # because 1 and True are equal
-            elif kind is float:
-                key += (kind, repr(value))  # because 0.0 and -0.0 are equal
+                # 1 and True are equal, and so are 0.0 and -0.0.
+                key += (kind, repr(value) if kind is float else value)
             elif kind is Future or isinstance(value, Tensor):
                 self._walk_tensor(value.value if kind is Future else value, key, addresses)
             elif kind is tuple or kind is list:
@@ -205,7 +201,7 @@ class Recording:
         columns = tuple(map(self._column, kernel.outputs))
         constants = [part for part in arguments.parts if isinstance(part, Tensor)]
         result_of, noted = _result_of(kernel.result, len(columns)), self._note(function, constants)
-        op = Op(len(self.ops), function, arguments, len(leaves), *modes, kernel, columns, result_of, noted)
+        op = Op(len(self.ops), function, arguments, *modes, kernel, columns, result_of, noted)
         self._ops_by_key[key] = op
         self.ops.append(op)
 
@@ -251,7 +247,8 @@ def lower(
         computes, with whether they can require gradients.
     """
     ops, op_N, address_U = recording.ops, np.array(recording.node_op), np.array(recording.arguments)
-    leaves_N = np.array([op.num_leaves for op in ops])[op_N]
+    leaves_O = [sum(part is LEAF for part in op.arguments.parts) for op in ops]
+    leaves_N = np.array(leaves_O)[op_N]
     reader_U = np.repeat(np.arange(len(op_N)), leaves_N)
     argument_U = np.arange(len(reader_U)) - np.repeat(np.cumsum(leaves_N) - leaves_N, leaves_N)
     node_U, field_U = divmod(address_U, MOST_RESULTS)
@@ -286,7 +283,7 @@ def lower(
     used_ops = np.unique(graph.op).tolist()
     types = Types(
         inputs=np.array([recording.input_columns[n] for n in inputs.tolist()], dtype=np.int64),
-        signatures={n: Signature(tuple(map(Read, range(ops[n].num_leaves))), ops[n].columns) for n in used_ops},
+        signatures={n: Signature(tuple(map(Read, range(leaves_O[n]))), ops[n].columns) for n in used_ops},
         roots=tuple((graph.roots[which], field_F[which]) for which in by_column),
         fields=fields_NA,
     )

@@ -114,9 +114,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         if is_autograd_function(function) or self._is_hooked(function):
             return self._recording.record(function, args, kwargs)
         function = partial(_original_call, function) if isinstance(function, nn.Module) else function
-        if not all(type(value) is Future for value in (*args, *kwargs.values())):
-            args, kwargs = self._recording.futures_for((args, dict(kwargs)))
-        return function(*args, **kwargs)
+        future_for = self._recording.future_for
+        return function(*map(future_for, args), **{name: future_for(value) for name, value in kwargs.items()})
 
     def _run(self, recording: Recording, futures: list[Future], why: str) -> None:
         """Compute the values of `futures`."""
