@@ -3,7 +3,6 @@
 Inside a lazy scope, calls return futures. A future knows its shape, dtype and device. PyTorch's functions, methods and
 operators on it are recorded (`recording.py`). Operations that need its values (`float`, `bool`, `item`, printing,
 NumPy) run everything recorded so far. After its scope has ended, a future behaves like the tensor that it represents.
-Arguments and results are nested structures, as in `torch.utils._pytree`.
 """
 
 import os
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -103,12 +103,9 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
         raise in_place_error(func.__name__)
     first = args[0] if args else None
     while isinstance(first, list | tuple) and first:
-        first = first[0]
-    if type(first) is Future and not first._recording.is_over:
-        recording = first._recording
-    else:
-        futures = (part for part in tree_iter((args, kwargs)) if type(part) is Future)
-        recording = next((future._recording for future in futures if not future._recording.is_over), None)
+        first = first[0]  # usually a future, which is found faster than by a walk
+    futures = (part for part in chain([first], tree_iter((args, kwargs))) if type(part) is Future)
+    recording = next((future._recording for future in futures if not future._recording.is_over), None)
     if recording is None:
         forbid_lost_gradients()
         return func(*values_of(args), **values_of(kwargs))

@@ -272,9 +272,9 @@ class FakeRun(TorchFunctionMode):
         return twin
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether a module itself, without its parts, has hooks that the backward pass calls."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def has_backward_hooks(function: Callable) -> bool:
+    """Return whether a module or a part of it has backward hooks, so that its calls must run one by one, undivided."""
+    return any(part._backward_hooks or part._backward_pre_hooks for part in _parts_of(function))
 
 
 def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:

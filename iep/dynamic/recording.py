@@ -64,7 +64,6 @@ class Recording:
         """The tensors on which results depend, and how often they had been changed in place."""
         self._input_addresses: dict[int, int] = {}
         self._held: set[ref] = set()
-        self._let_go = self._held.discard
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
 
     def run(self, why: str) -> None:
@@ -137,7 +136,7 @@ class Recording:
         self.arguments.extend(addresses)
         for column in op.columns:
             future = Future(self, column, address)
-            held.add(ref(future, self._let_go))
+            held.add(ref(future, held.discard))
             futures.append(future)
             address += 1
         return op.result_of(futures)

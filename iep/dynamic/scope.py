@@ -74,7 +74,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         self._by_op, self._scheduler = granularity == "op", scheduler
         self._share, self._defer = share, defer_weight_grads
         self._report, self._recording = BatchingReport(), None
-        self._is_hooked = cache(_is_hooked)
+        self._is_hooked = cache(has_backward_hooks)
 
     def __enter__(self) -> Self:
         if self._recording is not None:
@@ -146,11 +146,6 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             self._report.add(ops[call.op], call.size)
         self._report.flushes[why] += 1
         self._report.plans_reused += was_cached
-
-
-def _is_hooked(function: Callable) -> bool:
-    """Return whether a module or a part of it has backward hooks, so that its calls must run one by one, undivided."""
-    return isinstance(function, nn.Module) and any(map(has_backward_hooks, function.modules()))
 
 
 def _is_layer(module: nn.Module) -> bool:
