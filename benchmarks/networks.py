@@ -25,7 +25,7 @@ from benchmarks.tree_networks import BinaryTreeLSTM, ChildSumTreeLSTM, TreeFC, l
 from benchmarks.trees import Tree, TreePair, complete_trees, read_sick, read_sst, sick_like, sst_like
 from iep.bench.compare import MIN_SAMPLES, Benchmark, Case, Competitor, Fact, seconds
 from iep.bench.strategy import PHASES, Strategy
-from iep.dynamic.remembered import nothing_remembered
+from iep.dynamic.plan_cache import clear_plan_cache
 from iep.errors import InputError
 
 PER_INSTANCE, LEVELS, PACKED = "per instance", "by hand: levels", "by hand: packed nn.LSTM"
@@ -103,13 +103,13 @@ def one_by_one(model: nn.Module, loss: Loss) -> Way:
 def batched(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> dict[str, Way]:
     """Return the ways to run a model, one by one and batched under every strategy.
 
-    Plans are not remembered, because every minibatch of an epoch is new.
+    Plans are not cached, because every minibatch of an epoch is new.
     """
 
     def way(strategy: Strategy) -> Way:
         def construct(samples: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-            with nothing_remembered():
-                return model.plan(samples, strategy.batching, strategy.sharing), samples
+            clear_plan_cache()
+            return model.plan(samples, strategy.batching, strategy.sharing), samples
 
         def forward(made: tuple) -> Tensor:
             return model(made[0], strategy.defer)
@@ -255,8 +255,8 @@ def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) ->
     def in_scope(strategy: Strategy, granularity: str) -> Way:
         options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer, "scheduler": strategy.batching}
 
-        @nothing_remembered()
         def run(pairs: Sequence[TreePair]) -> tuple[Tensor, Any]:
+            clear_plan_cache()
             return model(pairs, granularity=granularity, **options)
 
         def calls(pairs: Sequence[TreePair]) -> int:

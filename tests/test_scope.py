@@ -157,7 +157,6 @@ LIKE_PLAIN_CODE = {
         plain,
         "has backward hooks",
     ),
-    "a checkpoint": (lambda: Checkpointed(2, 2), plain, 'checkpoint does; granularity="op" batches'),
     "a gradient of its own": (lambda: nn.Linear(2, 2), lambda m, wrap, x, n: wrap(Twice.apply)(m(x)), "autograd"),
     "batch norm": (lambda: nn.BatchNorm1d(2), read_between, "changes its buffer"),
 }
@@ -185,9 +184,15 @@ def test_outputs_gradients_and_buffers_are_those_of_plain_code(granularity, what
     (expected, _), (found, batch) = outcome(make, run, None, device), outcome(make, run, granularity, device)
     assert_same(found, expected, 1e-9)
     reasons = [op.reason for op in batch.report().ops if op.how == "singly"]
-    if granularity == "module" or what not in ("a checkpoint", "batch norm"):
+    if granularity == "module" or what != "batch norm":
         assert reasons if why_singly else not reasons
         assert all(why_singly in reason for reason in reasons), reasons
+
+
+def test_a_checkpoint_is_batched_by_its_operations():
+    (expected, _), (found, batch) = (outcome(lambda: Checkpointed(2, 2), plain, each) for each in (None, "op"))
+    assert_same(found, expected, 1e-9)
+    assert all(op.how != "singly" for op in batch.report().ops)
 
 
 def layer_and_samples(count=6):
@@ -274,7 +279,7 @@ class Notes(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.* runs singly")
-def test_a_trial_leaves_no_trace_in_a_module():
+def test_finding_the_structure_of_results_leaves_no_trace_in_a_module():
     notes, norm, x = Notes(), nn.BatchNorm1d(2), torch.ones(3, 2)
     with scope(notes, norm):
         kept = notes(x), norm(x)

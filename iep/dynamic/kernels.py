@@ -1,33 +1,38 @@
 """Kernels, which run a group of calls that are alike. One kernel is made for all such calls.
 
 Users write code for one sample. A group runs as `torch.vmap` of that code over its rows, or as one plain call if the
-results are known to be the same (`direct.py`). Calls that allow neither run one by one, and the report gives the
-reason. A trial run finds the structure of the results (`trial.py`).
+results are known to be the same (`rowwise.py`). Calls that allow neither run one by one, and the report gives the
+reason. A run on fake tensors, which have no values, finds the structure of the results without side effects: twins with
+the same parameters and copies of the buffers replace the modules.
 
 Shapes: G rows of a group.
 """
 
+import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
-from iep.dynamic.direct import deferrable, is_batched
-from iep.dynamic.future import in_place_error
-from iep.dynamic.nested import Leaf, fill, mapped, split
-from iep.dynamic.trial import REGISTRIES, trial_run
+from iep.dynamic.future import LEAF, Nested, in_place_error, recording_into, split
+from iep.dynamic.rowwise import deferrable, is_batched
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
-Autocast = tuple[tuple[str, torch.dtype], ...]
-"""The kinds of devices for which autocast is enabled, each with its dtype."""
 MOST_KERNELS = 256
 """The greatest number of kernels of one function or module that are kept."""
+REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+"""The dicts of every module: parameters, buffers, parts and hooks of all kinds."""
+_one_at_a_time = threading.RLock()
+"""A lock for fake tensors, which wrongly share state between threads."""
 
 
 class Spec(NamedTuple):
@@ -43,18 +48,6 @@ class Spec(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
 
-class Recorded(NamedTuple):
-    """A function or module and its arguments, with a `Leaf` for every tensor that differs between samples."""
-
-    function: Callable
-    args: tuple
-    kwargs: dict[str, Any]
-
-    def run(self, leaves: Sequence[Tensor], function: Callable | None = None) -> tuple[Any, list[Tensor]]:
-        """Call `function`, or the recorded one if None; return the structure of the result and its tensors."""
-        return split((function or self.function)(*fill(self.args, leaves), **fill(self.kwargs, leaves)))
-
-
 @dataclass(eq=False)
 class Kernel:
     """The way in which similar calls run, and the structure of their results. It holds no function and no tensors."""
@@ -63,63 +56,85 @@ class Kernel:
     reason: str | None = None
     """The reason why the calls are not batched; None if they are."""
     outputs: tuple[Spec, ...] = ()
-    structure: Any = None
-    """The result of a call, with a `Leaf` for each tensor."""
+    result: Nested | None = None
+    """The structure of the result of a call."""
     grads: tuple[bool, ...] = ()
     """Whether each output can require a gradient; a detached tensor cannot."""
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """A call that is recorded, once or more."""
+
+    index: int
+    function: Callable
+    """A function or module."""
+    arguments: Nested
+    """The positional arguments and those by name, with a placeholder for each tensor that differs between samples."""
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """The kinds of devices for which autocast was enabled, each with its dtype."""
+    kernel: Kernel
+    columns: tuple[int, ...]
+    """The columns of the results."""
+    result_of: Callable[[list], Any]
+    """The function from the tensors or futures of a call to its result."""
+    noted: tuple
+    """The state on which the calls depend besides their arguments, at the time of the first recorded call."""
 
 
 _of_modules: WeakKeyDictionary[nn.Module, dict[tuple, Kernel]] = WeakKeyDictionary()
 _of_functions: dict[Callable, dict[tuple, Kernel]] = {}
 
 
-def kernel_of(call: Recorded, key: tuple | None, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
-    """Return the kernel that runs `call` on leaves with the given `specs`; warn if it cannot batch.
+def kernel_of(function: Callable, arguments: Nested, modes: tuple, specs: Sequence[Spec]) -> Kernel:
+    """Return the kernel of calls on leaves with the given `specs`, in the given modes of PyTorch.
 
     Kernels of modules and of PyTorch's functions are kept for later scopes. Those of the user's functions are not, as
     these functions may depend on more than their arguments.
-
-    Args:
-        key: everything on which the kernel depends besides a module's parameters and parts; None if it has objects.
-        sample: computes the leaves of one sample. It is called if a trial without values is not sufficient.
     """
-    function, kernels = call.function, {}
-    is_pytorchs = (getattr(function, "__module__", None) or "torch").startswith("torch")
-    if key is not None and (isinstance(function, nn.Module) or is_pytorchs):
-        kernels = (_of_modules if isinstance(function, nn.Module) else _of_functions).setdefault(function, kernels)
-    key = key, state_of(function), *((Spec.of(tensor), tensor.requires_grad) for tensor in tensors_of(function))
-    kernel = kernels[key] if key in kernels else _find_kernel(call, specs, sample)
-    if kernel.how == SINGLY:
-        _warn_singly(function, kernel.reason)
+    kernels = {}
+    if isinstance(function, nn.Module):
+        kernels = _of_modules.setdefault(function, kernels)
+    elif (getattr(function, "__module__", None) or "torch").startswith("torch"):
+        kernels = _of_functions.setdefault(function, kernels)
+    described = [
+        (Spec.of(part), part.requires_grad) if isinstance(part, Tensor) else (type(part), repr(part))
+        for part in (*arguments.parts, *tensors_of(function))
+    ]
+    # A `repr` keeps no object alive, and distinguishes 1 from True.
+    key = arguments.structure, *modes, *specs, state_of(function), *described
+    kernel = kernels[key] if key in kernels else _find_kernel(function, arguments, specs)
     if len(kernels) == MOST_KERNELS:  # a number that differs between calls adds a kernel for each value
         kernels.clear()
-    if not (isinstance(function, nn.Module) and _has_statics(kernel.structure)):  # numbers may differ in another call
+    if not (isinstance(function, nn.Module) and _has_statics(kernel)):  # numbers may differ in another call
         kernels[key] = kernel
     return kernel
 
 
-def _find_kernel(call: Recorded, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
+def _find_kernel(function: Callable, arguments: Nested, specs: Sequence[Spec]) -> Kernel:
     try:
-        with trial_run(is_fake=True) as trial:
+        with fake_run() as fake:
             leaves = list(map(_empty, specs))
-            structure, tensors = call.run(leaves, trial.stand_in(call.function))
-        reason = trial.why_singly()
-    except DynamicOutputShapeException:
-        return Kernel(NOW, "the shape of its result depends on values")
-    except Exception as failure:
-        depends = isinstance(failure, DataDependentOutputException)
-        reason = "its control flow depends on values" if depends else _text(failure)
-        with trial_run(is_fake=False) as trial:
-            leaves = [leaf.clone() for leaf in sample()]
-            structure, tensors = call.run(leaves, trial.stand_in(call.function))
+            result, tensors = _call(fake.stand_in(function), arguments, leaves)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return Kernel(NOW, "its control flow or a shape depends on values")
+    except Exception as failure:  # if the user's code is wrong, it fails again when it runs
+        return Kernel(NOW, _text(failure))
     if any(leaf._version for leaf in leaves):
-        raise in_place_error(name_of(call.function))
-    outputs = tuple(map(Spec.of, tensors))
-    if reason is None:
-        how = DIRECT if is_batched(*call, specs) else VMAP
-        return Kernel(how if tensors else STATIC, None, outputs, structure, tuple(one.requires_grad for one in tensors))
-    how = NOW if not tensors or _has_statics(structure) else SINGLY
-    return Kernel(how, reason, outputs, structure, tuple(one.dtype.is_floating_point for one in tensors))
+        raise in_place_error(name_of(function))
+    reason = fake.why_singly()
+    is_rowwise = is_batched(function, *arguments.fill([LEAF] * len(specs)), specs)
+    how = SINGLY if reason else DIRECT if is_rowwise else VMAP
+    kernel = Kernel(how, reason, tuple(map(Spec.of, tensors)), result, tuple(one.requires_grad for one in tensors))
+    if not tensors or (reason and _has_statics(kernel)):
+        kernel.how = NOW if reason else STATIC
+    return kernel
+
+
+def _call(function: Callable, arguments: Nested, leaves: Iterable[Tensor]) -> tuple[Nested, list[Tensor]]:
+    args, kwargs = arguments.fill(leaves)
+    return split(function(*args, **kwargs))
 
 
 def _empty(spec: Spec) -> Tensor:
@@ -128,10 +143,8 @@ def _empty(spec: Spec) -> Tensor:
     return tensor.clone()  # autograd forbids changing a leaf in place; the user would see another error
 
 
-def _has_statics(structure: Any) -> bool:
-    found: list[bool] = []
-    mapped(lambda part: found.append(part is not None and type(part) is not Leaf), structure)
-    return any(found)
+def _has_statics(kernel: Kernel) -> bool:
+    return kernel.result is not None and any(part is not None and part is not LEAF for part in kernel.result.parts)
 
 
 def _text(failure: Exception) -> str:
@@ -162,58 +175,121 @@ def _parts_of(function: Callable) -> list[nn.Module]:
     return list(module.modules()) if isinstance(module, nn.Module) else []
 
 
-def run_group(call: Recorded, kernel: Kernel, grad: bool, autocast: Autocast, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Return the results of `call`, (G, ...) each, on G rows of leaves in the modes that were active when recorded."""
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for kind in ("cpu", "cuda"):
-                dtype = dict(autocast).get(kind)
-                if dtype is not None or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, dtype is not None))
-            results = _run(call, kernel, leaves)
-    except Exception as failure:
-        shapes = [tuple(leaf.shape[1:]) for leaf in leaves]
-        failure.add_note(f"raised by {len(leaves[0])} recorded calls of {name_of(call.function)} on shapes {shapes}")
-        raise
-    shapes, expected = [tuple(each.shape[1:]) for each in results], [tuple(spec.shape) for spec in kernel.outputs]
+def run_group(op: Op, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of calls, (G, ...) each, on G rows of leaves in the modes that were active when recorded."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(op.grad))
+        for kind in ("cpu", "cuda"):
+            dtype = dict(op.autocast).get(kind)
+            if dtype is not None or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype, dtype is not None))
+        results = _run(op, leaves)
+    shapes, expected = [tuple(each.shape[1:]) for each in results], [tuple(spec.shape) for spec in op.kernel.outputs]
     if shapes != expected:
-        if isinstance(call.function, nn.Module):
-            _of_modules.pop(call.function, None)
-        raise ValueError(
-            f"{name_of(call.function)} returned shapes {shapes}, expected {expected}: it depends on more than its "
-            "arguments; call it outside of the scope"
-        )
+        why = "it depends on more than its arguments"
+        raise ValueError(f"{name_of(op.function)} returned shapes {shapes}, expected {expected}: {why}")
     # In type promotion, a scalar of one sample has lower priority than a vector, and a group of scalars is a vector.
-    return tuple(result.to(spec.dtype) for result, spec in zip(results, kernel.outputs, strict=True))
+    return tuple(result.to(spec.dtype) for result, spec in zip(results, op.kernel.outputs, strict=True))
 
 
-def _run(call: Recorded, kernel: Kernel, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+def _run(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    kernel = op.kernel
     if kernel.how == DIRECT:
-        return call.run(leaves, deferrable(call.function))[1]
+        return _call(deferrable(op.function), op.arguments, leaves)[1]
     if kernel.how == VMAP:
         try:
-            return torch.vmap(lambda *rows: tuple(call.run(rows)[1]), randomness="different")(*leaves)
+            run = torch.vmap(lambda *row: tuple(_call(op.function, op.arguments, row)[1]), randomness="different")
+            return run(*leaves)
         except Exception as failure:
             reason = f"vmap cannot: {_text(failure)}"
-    rows = [call.run(row)[1] for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+    samples = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
+    rows = [_call(op.function, op.arguments, sample)[1] for sample in samples]
     if kernel.how == VMAP:  # the code itself is valid, because it has run
         kernel.how, kernel.reason = SINGLY, reason
-        _warn_singly(call.function, reason)
+    warnings.warn(f"{name_of(op.function)} runs singly, sample by sample: {kernel.reason}", stacklevel=2)
     return [torch.stack(results) for results in zip(*rows, strict=True)]
-
-
-def _warn_singly(function: Callable, reason: str) -> None:
-    warnings.warn(f"{name_of(function)} runs singly, sample by sample: {reason}", stacklevel=2)
 
 
 def name_of(function: Callable) -> str:
     """Return a module's class, or a function's name without underscores around it."""
     if isinstance(function, nn.Module):
         return type(function).__name__
-    name = getattr(function, "__name__", None) or repr(function)
-    if is_autograd_function(function):
-        return f"{function.__self__.__name__}.apply"
-    if name == "__get__":  # an attribute of a tensor, such as T
-        name = function.__self__.__name__
-    return name.strip("_") or name
+    name = getattr(function, "__qualname__" if is_autograd_function(function) else "__name__", None)
+    return name.strip("_") if name else repr(function)
+
+
+class FakeRun(TorchFunctionMode):
+    """The receiver of module calls during a run with fake tensors, which passes them to twins."""
+
+    def __init__(self, mode: FakeTensorMode):
+        super().__init__()
+        self._mode = mode
+        self._twins: dict[nn.Module, nn.Module] = {}
+        self._buffers: dict[nn.Module, list[tuple]] = {}
+        """The buffers of every twin before its call."""
+        self._counts_indices = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self._counts_indices |= bool(kwargs and kwargs.get("scale_grad_by_freq"))
+        return func(*args, **(kwargs or {}))
+
+    def handles(self, module: nn.Module) -> bool:
+        """Return whether a module is not a twin itself."""
+        return module not in self._buffers
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the module's twin."""
+        return self._twin_of(module)(*args, **kwargs)
+
+    def stand_in(self, function: Callable) -> Callable:
+        """Return the replacement of a function, module or method of a module."""
+        if isinstance(function, nn.Module):
+            return self._twin_of(function)
+        if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
+            return MethodType(function.__func__, self._twin_of(function.__self__))
+        return function
+
+    def why_singly(self) -> str | None:
+        """Return the reason why a call on many samples would silently differ from one call for each, or None."""
+        for twin, before in self._buffers.items():
+            if has_backward_hooks(twin):
+                return f"{type(twin).__name__} has backward hooks, which are called for each sample"
+            changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
+            if changed:
+                return f"{type(twin).__name__} changes its buffer {changed[0]}"
+        return "scale_grad_by_freq counts the indices of all samples" if self._counts_indices else None
+
+    def _twin_of(self, module: nn.Module) -> nn.Module:
+        if module in self._twins:
+            return self._twins[module]
+        twin = self._twins[module] = object.__new__(type(module))
+        vars(twin).update({name: copy(value) if name in REGISTRIES else value for name, value in vars(module).items()})
+        for name, part in module.named_children():
+            setattr(twin, name, self._twin_of(part))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(twin, name, self._mode.from_tensor(buffer))
+        self._buffers[twin] = _buffers_of(twin)
+        return twin
+
+
+def has_backward_hooks(function: Callable) -> bool:
+    """Return whether a module or a part of it has backward hooks, so that its calls must run one by one, undivided."""
+    return any(part._backward_hooks or part._backward_pre_hooks for part in _parts_of(function))
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:
+    return [(name, id(buffer), buffer._version) for name, buffer in module.named_buffers(recurse=False)]
+
+
+@contextmanager
+def fake_run() -> Iterator[FakeRun]:
+    """Run a block with fake tensors. Inference mode is off, so that tensors count their changes in place."""
+    grad, is_cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # it would keep fake weights
+    try:
+        with _one_at_a_time, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            run = FakeRun(mode)
+            with torch.inference_mode(False), torch.set_grad_enabled(grad), recording_into(run), run:
+                yield run
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)

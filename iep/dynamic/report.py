@@ -2,27 +2,25 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from iep.dynamic.kernels import SINGLY, name_of
-from iep.dynamic.recording import Op
+from iep.dynamic.kernels import SINGLY, Op, name_of
 
 
-class OpReport(NamedTuple):
+@dataclass
+class OpReport:
     """The calls of one module or function that are alike."""
 
     name: str
-    """The name, with a number in brackets if several modules of one class or functions have the same name."""
     shapes: str
     """The shapes of the results."""
     how: str
     reason: str | None
     """The reason why the calls are not batched; None if they are."""
-    nodes: int
+    nodes: int = 0
     """The number of recorded calls that have run; with `share`, equal calls count once."""
-    calls: int
+    calls: int = 0
     """The number of groups in which they ran."""
-    largest: int
+    largest: int = 0
     """The number of nodes of the largest group."""
 
 
@@ -35,31 +33,22 @@ class BatchingReport:
     ran_at_once: Counter[tuple[str, str]] = field(default_factory=Counter)
     """The number of calls that could not be recorded, by their name and the reason."""
     plans_reused: int = 0
-    seconds_recording: float = 0.0
-    """The time in the scope, including the user's own code, without planning and executing."""
-    seconds_planning: float = 0.0
-    seconds_executing: float = 0.0
-    _sizes: dict[tuple, list[int]] = field(default_factory=dict, repr=False)
+    _rows: dict[tuple, OpReport] = field(default_factory=dict, repr=False)
 
     def add(self, op: Op, size: int) -> None:
         """Count a group of `size` nodes."""
-        shapes = " ".join("x".join(map(str, column.shape)) or "()" for column in op.columns)
-        row = (op.call.function, *map(id, op.constants)), shapes, op.kernel.how, op.kernel.reason
-        self._sizes.setdefault(row, []).extend([1] * size if op.kernel.how == SINGLY else [size])
+        shapes = " ".join("x".join(map(str, spec.shape)) or "()" for spec in op.kernel.outputs)
+        kind = shapes, op.kernel.how, op.kernel.reason
+        row = self._rows.setdefault((op.function, *kind), OpReport(name_of(op.function), *kind))
+        is_single = row.how == SINGLY
+        row.nodes += size
+        row.calls += size if is_single else 1
+        row.largest = max(row.largest, 1 if is_single else size)
 
     @property
     def ops(self) -> tuple[OpReport, ...]:
-        """The calls that ran, in the order of recording."""
-        numbers: dict[str, dict[tuple, int]] = {}
-        for identity, *_ in self._sizes:
-            alike = numbers.setdefault(name_of(identity[0]), {})
-            alike.setdefault(identity, len(alike) + 1)
-        found = []
-        for (identity, *row), sizes in self._sizes.items():
-            name = name_of(identity[0])
-            number = f" ({numbers[name][identity]})" if len(numbers[name]) > 1 else ""
-            found.append(OpReport(name + number, *row, sum(sizes), len(sizes), max(sizes)))
-        return tuple(found)
+        """The calls that ran, in the order of recording. Each module has rows of its own."""
+        return tuple(self._rows.values())
 
     @property
     def nodes(self) -> int:
@@ -84,16 +73,9 @@ class BatchingReport:
             rows.append((op.name, op.shapes, *numbers, how))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        total = f"{_count(self.nodes, 'node')} in {_count(self.calls, 'call')}"
-        lines.append(f"{total}, batching ratio {self.batching_ratio:.1f}")
-        lines += [f"ran {_count(count, 'time')}: {why}" for why, count in self.flushes.most_common()]
+        lines.append(f"{self.nodes} nodes in {self.calls} calls, batching ratio {self.batching_ratio:.1f}")
+        lines += [f"ran {count} x: {why}" for why, count in self.flushes.most_common()]
         for (name, why), count in self.ran_at_once.most_common():
-            lines.append(f"{name} was not recorded and ran at once {_count(count, 'time')}: {why}")
-        phases = ("recording", "planning", "executing")
-        times = ", ".join(f"{phase} {1e3 * getattr(self, f'seconds_{phase}'):.1f} ms" for phase in phases)
-        lines.append(f"{times}; {self.plans_reused} of {self.flushes.total()} plans reused")
+            lines.append(f"{name} was not recorded and ran at once {count} x: {why}")
+        lines.append(f"{self.plans_reused} of {self.flushes.total()} plans reused")
         return "\n".join(lines)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from iep.batching.layers import linear
-from iep.dynamic.nested import Leaf, split
+from iep.dynamic.future import LEAF
 
 
 def _named(names: str, *owners: Any) -> frozenset:
@@ -41,10 +42,10 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
     """Return whether a call on (G, ...) tensors is known to have the same results as a call on each of their rows.
 
     Args:
-        args, kwargs: the arguments, with a `Leaf` for each tensor that differs between samples.
+        args, kwargs: the arguments, with `LEAF` for each tensor that differs between samples.
         specs: the specs of these tensors for one sample.
     """
-    is_leaf = [type(value) is Leaf for value in args]
+    is_leaf = [value is LEAF for value in args]
     if sum(is_leaf) != len(specs):
         return False
     if function in BINARY and len(args) == 2 and not kwargs:
@@ -57,7 +58,9 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
         return False
     if isinstance(function, nn.Module):
         return type(function) in LAYERS and len(args) == 1 and not kwargs and _runs_nothing_else(function)
-    return function in (functional.linear, functional.embedding) or (function in UNARY and not split((args, kwargs))[1])
+    if function in UNARY:
+        return not any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs)))
+    return function in (functional.linear, functional.embedding)
 
 
 def deferrable(function: Callable) -> Callable:
