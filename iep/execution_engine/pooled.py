@@ -5,10 +5,9 @@ or a comparison returns is a vector, which is pooled from the attended features,
 (Learning to Reason: End-to-End Module Networks for Visual Question Answering, table 1). There, functions share
 weights and receive text; here, each function has weights of its own, as everywhere in CLEVR's programs.
 
-Three things make these modules learn from a tenth of the questions that `tbd` needs (docs/results.md):
-a filter *multiplies* the attention by a gate that reads the features alone, so that no filter can output zero
-everywhere and stay there because the functions before it have; a vector says the same wherever its object is; and a
-relation reads where positions lie relative to the attended one.
+These modules learn from a fifth of the questions that those of `tbd` need, and none remains without attention
+(docs/results.md). A filter multiplies the attention by a gate that reads the features alone; a vector is the same
+wherever its object is; and a relation reads where positions lie relative to the attended one.
 
 Shapes: G rows of a call, N images, C H W feature maps.
 """
