@@ -236,7 +236,7 @@ class Config:
 
     attention_penalty: float = setting(0.0, minimum=0, models=WITH_ENGINE)
     """The factor by which the sum of all attentions that networks return is added to the loss of a minibatch, for the
-    modules tbd (Mascharka et al. 2018 and their code: 2.5e-7 for minibatches of 128)."""
+    modules tbd and pooled (Mascharka et al. 2018 and their code: 2.5e-7 for minibatches of 128)."""
 
     precision: str = setting("float32", choices=PRECISIONS)
     """The dtype in which the networks compute. Weights and the program generator always use float32; bfloat16 is faster

@@ -7,8 +7,8 @@
 #
 # With as many images and questions as CLEVR has, this needs a GPU, and 16 cores for making the data. --small is for two
 # cores: 15,500 images of the size that the backbone reads and small networks, two trainings at a time on one thread
-# each. Its generator and its engine of attention modules are those that come with the package, as the file
-# OUT/networks/best.safetensors. REAL is a directory in CLEVR's layout whose questions are answered too, by networks that
+# each. Its generator and its engine of attention modules are also stored in OUT/networks/best.safetensors, the file that
+# comes with the package. REAL is a directory in CLEVR's layout whose questions are answered too, by networks that
 # have not seen its images. SYNTH contains options of iep-synth in place of the numbers of images. Settings such as
 # batch_size=32 apply to all training steps. Started again with the same OUT, the script skips finished steps and resumes
 # the others.
@@ -38,7 +38,7 @@ else
     for name in pg ee pooled; do train_on_data $name; done
 fi
 
-[ -e "$OUT/networks" ] || python - "$OUT" <<'END'
+python - "$OUT" <<'END'
 import sys
 from pathlib import Path
 

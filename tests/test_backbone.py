@@ -247,7 +247,7 @@ def test_an_image_unlike_those_of_training_has_a_warning(confidences: list[float
     confidence_NA = torch.ones(len(confidences), 4)
     confidence_NA[:, 2] = torch.tensor(confidences)
     found = FoundObjects(torch.zeros(len(confidences), 6), confidence_NA)
-    assert found.warning == (warning and f"{warning}the answer means little")
+    assert found.warning == (warning and f"{warning}the answer is unreliable")
 
 
 def test_a_trained_backbone_makes_features(clevr: Path, run: Path):

@@ -164,9 +164,9 @@ def test_a_pooled_filter_can_only_narrow_an_attention():
 
 def test_a_pooled_description_is_the_same_wherever_the_object_is():
     torch.manual_seed(0)
-    features_GCHW, attention_G1HW = torch.rand(2, 4, 9, 9), torch.zeros(2, 1, 9, 9)
-    features_GCHW[1] = features_GCHW[0].roll((2, -1), (1, 2))
-    attention_G1HW[0, 0, 4, 4] = attention_G1HW[1, 0, 6, 3] = 1
+    features_GCHW, attention_G1HW = torch.rand(2, 4, 11, 11), torch.zeros(2, 1, 11, 11)
+    features_GCHW[1] = features_GCHW[0].roll((1, -1), (1, 2))
+    attention_G1HW[0, 0, 5, 5] = attention_G1HW[1, 0, 6, 4] = 1  # away from the edges
     one, other = POOLED.make("query_size")(features_GCHW, attention_G1HW)
     torch.testing.assert_close(one, other)
     assert one.shape == (4, 1, 1)

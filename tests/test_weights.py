@@ -297,7 +297,7 @@ def test_the_backbone_finds_the_objects_of_an_image(runs):
 def test_images_without_objects_are_answered_with_a_warning_and_those_of_ten_without(tmp_path):
     Image.new("RGB", (480, 320), "gray").save(tmp_path / "flat.png")
     ten = SAMPLE / "images" / "val" / "CLEVR_val_000003.png"
-    warning = "0 objects found, and CLEVR's images have 3 to 10; the answer means little"
+    warning = "0 objects found, and CLEVR's images have 3 to 10; the answer is unreliable"
     model = iep.load()
     for path, expected in ((tmp_path / "flat.png", warning), (ten, "")):
         result = iep_ask("--ee", DEFAULT, "--image", path, "--question", QUESTION, "--question", QUESTION, "--json")

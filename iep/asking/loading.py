@@ -43,7 +43,7 @@ from iep.vocab import Vocab
 
 DTYPES = ("float32", "float16")
 DEFAULT = Path(__file__).with_name("default.safetensors")
-"""The networks that come with the package: the engine and the generator of `scripts/train_synth.sh --small`."""
+"""The networks that come with the package; docs/results.md says how they were trained."""
 
 
 @dataclass(frozen=True)

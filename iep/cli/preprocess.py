@@ -46,7 +46,7 @@ from iep.preprocess.backbone_choices import RESNET
     "--vocab",
     metavar="FILE|CHECKPOINT|default|clevr",
     type=NetworksPath(),  # `clevr` may also be a directory here
-    help="Use this vocab.json, or the vocabulary of this checkpoint or run, of the networks that come with iep, or of "
+    help="Use this .json file, or the vocabulary of this checkpoint or run, of the networks that come with iep, or of "
     "CLEVR v1.0, instead of building one from the train split.",
 )
 @click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own tokens.")

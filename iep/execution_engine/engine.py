@@ -260,7 +260,7 @@ class ExecutionEngine(nn.Module):
             if batching != DEFAULT_SCHEDULER:
                 raise ValueError(f"batching is {batching}, which a CUDA graph does not use")
         if attentions and not self.makes_attentions:
-            raise ValueError("the engine's modules return no attentions; those of the set tbd do")
+            raise ValueError("the engine's modules return no attentions; those of the sets tbd and pooled do")
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
             sharing = not training or not any(isinstance(layer, NOT_ROW_BY_ROW) for layer in layers)

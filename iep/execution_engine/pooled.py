@@ -5,8 +5,8 @@ or a comparison returns is a vector, which is pooled from the attended features,
 (Learning to Reason: End-to-End Module Networks for Visual Question Answering, table 1). There, functions share
 weights and receive text; here, each function has weights of its own, as everywhere in CLEVR's programs.
 
-These modules learn from a fifth of the questions that those of `tbd` need, and none remains without attention
-(docs/results.md). A filter multiplies the attention by a gate that reads the features alone; a vector is the same
+None of these modules remains without attention, as some of `tbd` do (docs/results.md, "What makes every module learn").
+A filter multiplies the attention by a gate that reads the features alone; a vector is the same
 wherever its object is; and a relation reads where positions lie relative to the attended one.
 
 Shapes: G rows of a call, N images, C H W feature maps.
@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from iep.batching.layers import Conv2d
 from iep.execution_engine import tbd
-from iep.execution_engine.roles import KINDS, MAP, VECTOR, Role
+from iep.execution_engine.roles import ATTENTION, KINDS, VECTOR, Role
+from iep.execution_engine.vector import coordinates
 from iep.programs import SCENE
 
 NEAR_ZERO = 1e-3
@@ -124,16 +125,13 @@ class NoDescription(nn.Module):
 
 
 def attended(values_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-    """Return the mean of values (G or 1, C, H, W) over all positions, weighted by attentions, (G, C, 1, 1)."""
+    """Return the mean of values (G, C, H, W) over all positions, weighted by attentions, (G, C, 1, 1)."""
     total_G111 = attention_G1HW.sum(dim=(2, 3), keepdim=True) + NEAR_ZERO
     return (values_GCHW * (attention_G1HW / total_G111)).sum(dim=(2, 3), keepdim=True)
 
 
-def coordinates(maps_GCHW: Tensor) -> Tensor:
-    """Return the coordinates of every position from -1 to 1, (G, 2, H, W), vertical and horizontal."""
-    rows, height, width = len(maps_GCHW), *maps_GCHW.shape[2:]
-    sides = (torch.linspace(-1, 1, side, device=maps_GCHW.device, dtype=maps_GCHW.dtype) for side in (height, width))
-    return torch.stack(torch.meshgrid(*sides, indexing="ij")).expand(rows, 2, height, width)
+_DESCRIBE = Role((ATTENTION,), VECTOR, reads_stem=True)
+_COMPARE = Role((VECTOR, VECTOR), VECTOR)
 
 
 class PooledModules(tbd.AttentionModules):
@@ -143,41 +141,21 @@ class PooledModules(tbd.AttentionModules):
         ValueError: a setting has a value that only the set `iep` supports.
     """
 
+    name = "pooled"
     kinds = KINDS | {VECTOR: "a vector"}
-
-    def role(self, token: str) -> Role | None:
-        """Return the role of a token; None for `unique` and special tokens.
-
-        Raises:
-            ValueError: the set has no module for the token.
-        """
-        if token == SCENE:
-            return Role((), VECTOR, reads_stem=True)
-        role = super().role(token)
-        return role and role._replace(arguments=tuple(map(_pooled, role.arguments)), result=_pooled(role.result))
-
-    def make(self, token: str) -> nn.Module:
-        """Return the module of a token."""
-        if token == SCENE:
-            return NoDescription()
-        made = super().make(token)
-        return MODULES[type(made)](self.dim) if type(made) in MODULES else made
+    functions = tbd.FUNCTIONS | {
+        SCENE: (lambda _: NoDescription(), Role((), VECTOR, reads_stem=True)),
+        "exist": (DescribeModule, _DESCRIBE),
+        "count": (DescribeModule, _DESCRIBE),
+        "relate": (RelateModule, tbd.LOOK),
+        "less_than": (CompareModule, _COMPARE),
+        "greater_than": (CompareModule, _COMPARE),
+        "filter_*": (FilterModule, tbd.LOOK),
+        "query_*": (DescribeModule, _DESCRIBE),
+        "same_*": (SameModule, tbd.LOOK),
+        "equal_*": (CompareModule, _COMPARE),
+    }
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
         """Return the stem's output, the attention of ones, and the vector of `NoDescription`."""
         return super().scene_values(stems_NCHW) | {VECTOR: stems_NCHW.new_zeros(1, self.dim, 1, 1)}
-
-
-MODULES = {
-    tbd.AttentionModule: FilterModule,
-    tbd.RelateModule: RelateModule,
-    tbd.SameModule: SameModule,
-    tbd.QueryModule: DescribeModule,
-    tbd.ComparisonModule: CompareModule,
-}
-"""The module that replaces each of the set `tbd`."""
-
-
-def _pooled(kind: int) -> int:
-    """Return the kind of this set for a kind of the set `tbd`, whose encodings are maps."""
-    return VECTOR if kind == MAP else kind

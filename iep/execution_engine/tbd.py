@@ -7,8 +7,9 @@ Interpretability in Visual Reasoning, section 3 and table 1). An *attention* has
 Shapes: G rows of a call, N images, C H W feature maps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +137,7 @@ class OrModule(nn.Module):
         return torch.maximum(first_G1HW, second_G1HW)
 
 
-_LOOK = Role((ATTENTION,), ATTENTION, reads_stem=True, is_penalized=True)
+LOOK = Role((ATTENTION,), ATTENTION, reads_stem=True, is_penalized=True)
 _DESCRIBE = Role((ATTENTION,), MAP, reads_stem=True)
 _COMPARE = Role((MAP, MAP), MAP)
 _COMBINE = Role((ATTENTION, ATTENTION), ATTENTION)
@@ -145,12 +146,12 @@ FUNCTIONS: dict[str, tuple[Callable[[int], nn.Module], Role]] = {
     "union": (lambda _: OrModule(), _COMBINE),
     "exist": (QueryModule, _DESCRIBE),
     "count": (QueryModule, _DESCRIBE),
-    "relate": (RelateModule, _LOOK),
+    "relate": (RelateModule, LOOK),
     "less_than": (ComparisonModule, _COMPARE),
     "greater_than": (ComparisonModule, _COMPARE),
-    "filter_*": (AttentionModule, _LOOK),
+    "filter_*": (AttentionModule, LOOK),
     "query_*": (QueryModule, _DESCRIBE),
-    "same_*": (SameModule, _LOOK),
+    "same_*": (SameModule, LOOK),
     "equal_*": (ComparisonModule, _COMPARE),
 }
 """The module and the role of each function; `*` stands for an attribute."""
@@ -165,6 +166,9 @@ class AttentionModules:
         ValueError: a setting has a value that only the set `iep` supports.
     """
 
+    name: ClassVar[str] = "tbd"
+    functions: ClassVar[Mapping[str, tuple[Callable[[int], nn.Module], Role]]] = FUNCTIONS
+
     dim: int
     residual: bool
     norm: str
@@ -172,17 +176,22 @@ class AttentionModules:
 
     def __post_init__(self) -> None:
         if not self.residual or self.norm != "none":
-            raise ValueError("module_residual and module_norm are settings of the modules iep; tbd has neither")
+            raise ValueError(
+                f"module_residual and module_norm are settings of the modules iep; {self.name} has neither"
+            )
         if self.scene != "module":
-            raise ValueError(f"scene is {self.scene!r}, a setting of the modules iep; the scene of tbd is fixed")
+            raise ValueError(
+                f"scene is {self.scene!r}, a setting of the modules iep; the scene of {self.name} is fixed"
+            )
 
     def role(self, token: str) -> Role | None:
-        """Return the role of a token; None for `scene`, `unique` and special tokens.
+        """Return the role of a token; None for `unique`, special tokens, and a `scene` that has no module.
 
         Raises:
             ValueError: the set has no module for the token.
         """
-        return None if token.partition("[")[0] in WITHOUT_MODULE else self._entry(token)[1]
+        function = token.partition("[")[0]
+        return None if function in {*WITHOUT_MODULE} - self.functions.keys() else self._entry(token)[1]
 
     def make(self, token: str) -> nn.Module:
         """Return the module of a token."""
@@ -192,11 +201,10 @@ class AttentionModules:
         """Return the stem's output and the attention of ones."""
         return {MAP: stems_NCHW, ATTENTION: stems_NCHW.new_ones(1, 1, *stems_NCHW.shape[2:])}
 
-    @staticmethod
-    def _entry(token: str) -> tuple[Callable[[int], nn.Module], Role]:
+    def _entry(self, token: str) -> tuple[Callable[[int], nn.Module], Role]:
         function = token.partition("[")[0]
         for name in (function, f"{function.partition('_')[0]}_*"):
-            if name in FUNCTIONS:
-                return FUNCTIONS[name]
-        known = ", ".join((*FUNCTIONS, *WITHOUT_MODULE[:2]))
-        raise ValueError(f"program token {token!r} has no module among tbd's, which are for {known}")
+            if name in self.functions:
+                return self.functions[name]
+        known = ", ".join(dict.fromkeys((*self.functions, *WITHOUT_MODULE[:2])))
+        raise ValueError(f"program token {token!r} has no module among {self.name}'s, which are for {known}")

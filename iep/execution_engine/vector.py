@@ -48,12 +48,12 @@ class SharedBlock(nn.Module):
         inputs = torch.cat([embedding_GC, *(each.flatten(1) for each in vectors_GC11), *absent], dim=1)
         modulation_GC11 = torch.tanh(self.modulation(inputs))[..., None, None].mul(2).chunk(4, dim=1)
         shift1, scale1, shift2, scale2 = modulation_GC11
-        x_GCHW = torch.cat([(1 + scale1) * features_GCHW + shift1, _coordinates(features_GCHW)], dim=1)
+        x_GCHW = torch.cat([(1 + scale1) * features_GCHW + shift1, coordinates(features_GCHW)], dim=1)
         x_GCHW = functional.relu(self.conv1(x_GCHW))
         return self.pool(functional.relu(self.conv2((1 + scale2) * x_GCHW + shift2) + features_GCHW))
 
 
-def _coordinates(maps_GCHW: Tensor) -> Tensor:
+def coordinates(maps_GCHW: Tensor) -> Tensor:
     """Return the coordinates of every position from -1 to 1, (G, 2, H, W), vertical and horizontal."""
     rows, height, width = len(maps_GCHW), *maps_GCHW.shape[2:]
     sides = (torch.linspace(-1, 1, side, device=maps_GCHW.device, dtype=maps_GCHW.dtype) for side in (height, width))

@@ -306,7 +306,8 @@ def set_execution(
         if (problem := _problem(engine, execution, device, precision, defer, training)) is not None:
             raise InputError(f"execution is {execution}, but {problem}")
         together, count = engine.op_groups(by_kernels=True), len(engine.program_tokens)
-        alone = [token for op, token in engine.ops.items() if op < count and op not in together]
+        others = [token for op, token in engine.ops.items() if op < count and op not in together]
+        alone = [token for token in others if any(True for _ in engine.get_submodule(token).parameters())]
         if alone and is_main():
             tqdm.write(f"execution {execution}: by calls, without convolutions for kernels: {', '.join(alone)}")
     engine.execution = execution

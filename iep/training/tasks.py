@@ -137,7 +137,7 @@ class EngineTask(Task):
         if config.attention_penalty and not self.engine.makes_attentions:
             modules = self.engine.kwargs["modules"]
             what = f"attention_penalty is {config.attention_penalty}, but modules {modules} compute no attention maps"
-            raise InputError(f"{what}; those of --modules tbd do")
+            raise InputError(f"{what}; those of --modules tbd and pooled do")
 
     @classmethod
     def needs(cls, config: Config) -> tuple[str, ...]:
