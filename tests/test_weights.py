@@ -315,6 +315,7 @@ def test_networks_come_with_the_package_and_answer_unless_others_are_given():
     assert result.exit_code == 0, result.output
     assert "The networks that come with the package answer" in result.stderr
     assert result.stdout == str(iep.load().ask(IMAGE, "Is there a sphere?")) + "\n\n"
+    assert str(iep.load("default").ask(IMAGE, "Is there a sphere?")) + "\n\n" == result.stdout
     assert DEFAULT.stat().st_size < 3 * 2**20
     program = iep_ask("--image", IMAGE, "--program", "exist filter_shape[sphere] scene").stdout
     assert "exist" in program

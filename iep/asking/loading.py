@@ -206,9 +206,11 @@ def load(
 
 
 def _local(name: Path | str) -> Path:
-    """Return the path of networks, which are downloaded from the Hub unless `name` is a path."""
+    """Return the path of networks: those of the package for `default`, a path, or a download from the Hub."""
     if not isinstance(name, str | PathLike):
         raise InputError(f"{name!r:.60}: expected a path, or a name on the Hugging Face Hub such as user/name")
+    if str(name) == "default" and not Path(name).exists():
+        return DEFAULT
     if Path(name).exists() or not HUB_NAME.fullmatch(str(name)):
         return Path(name)
     hub = _hub(f"{name}: not a run here, and")
