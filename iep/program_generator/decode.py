@@ -26,9 +26,8 @@ def _check_max_length(max_length: int) -> None:
 
 def _program_log_softmax(logits: Tensor) -> Tensor:
     """Return log probabilities over the last dimension, with minus infinity for `<NULL>` and `<START>`."""
-    never = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    never[NULL] = never[START] = True
-    return logits.masked_fill(never, -torch.inf).log_softmax(-1)
+    tokens_V = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill((tokens_V == NULL) | (tokens_V == START), -torch.inf).log_softmax(-1)
 
 
 def _unroll(model: Seq2Seq, encoding_BH: Tensor, max_length: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
@@ -36,7 +35,9 @@ def _unroll(model: Seq2Seq, encoding_BH: Tensor, max_length: int, choose: Callab
     previous_B = encoding_BH.new_full((len(encoding_BH),), START, dtype=torch.long)
     finished_B = torch.zeros_like(previous_B, dtype=torch.bool)
     columns, state = [previous_B], None
-    while len(columns) < max_length and not finished_B.all():
+    for length in range(1, max_length):
+        if length > 1 and finished_B.all():  # the host waits for a GPU here
+            break
         logits, state = model.decode(encoding_BH, previous_B.unsqueeze(1), state)
         previous_B = choose(logits.squeeze(1)).masked_fill(finished_B, NULL)
         finished_B = finished_B | (previous_B == END)
