@@ -7,9 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-
-long kernels, graphs, waits;  // kernels that are launched, graphs, and waits of the host
-long copied, pageable;        // bytes that are copied to a GPU, and copies to it from pageable memory
+long kernels, graphs, waits, copied, pageable;  // copied: bytes, to a GPU; pageable: copies to it from pageable memory
 
 // Memory
 static uintptr_t next_on_gpu = 0x700000000000, next_pinned = 0x600000000000;
@@ -121,6 +119,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *product, void *a, void *b
     *found = 1;
     return 0;
 }
+const char *cudaGetErrorName(cudaError_t error) { return "cudaErrorStreamCaptureUnsupported"; }
 const char *cudaGetErrorString(cudaError_t error) { return "forbidden in a capture (fake GPU)"; }
 static long nothing(void) { return 0; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **to, unsigned version, unsigned long long flags,
