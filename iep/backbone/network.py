@@ -110,7 +110,7 @@ class FoundObjects(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """What shows that the image is not one of CLEVR's world; empty if nothing does."""
+        """The reason why the image is unlike CLEVR's; empty if there is none."""
         number, doubtful = len(self.objects_NF), int((self.confidence_NA < SURE).any(1).sum())
         if not FEWEST <= number <= MOST:
             problem = "and CLEVR's images have 3 to 10"

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from iep.batching import triton_conv
 from iep.batching.layers import Conv2d, computed_by
-from iep.batching.op_groups import grouped_modules, together_of
+from iep.batching.op_groups import together_of
 from iep.batching.plan import Call, Functions, OpGroup, Plan
 from iep.batching.triton_conv import Maps
 
@@ -38,11 +38,14 @@ def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Ca
     Args:
         modules: by op, the module of each function that the plan runs.
     """
-    found = grouped_modules(plan, modules)
+    found: dict[int, Callable[..., Any]] = {}
     for op, (op_group, members) in together_of(plan, modules).items():
-        is_chain = len(plan.columns) == 1 and getattr(members[0], "conv_steps", None) is not None
-        if op not in found:
-            found[op] = ConvChain(op_group, members) if is_chain else ConvModule(op_group, members)
+        if hasattr(members[0], "grouped"):
+            found[op] = members[0].grouped(members)
+        elif len(plan.columns) == 1 and getattr(members[0], "conv_steps", None) is not None:
+            found[op] = ConvChain(op_group, members)
+        else:
+            found[op] = ConvModule(op_group, members)
     return found
 
 

@@ -53,7 +53,7 @@ SALIENCY = {
     "gradient": "the norm over the channels of the gradient of the answer's score by each function's output, scaled "
     "from its minimum to its maximum; no colour where it is 0 or the same everywhere",
 }
-"""What the maps of a program's functions show, by the names for `--saliency`."""
+"""The choices of `--saliency`, each with a description of the maps that it draws."""
 DEFAULT_SALIENCY = "norm"
 
 

@@ -43,7 +43,7 @@ class FilterModule(nn.Module):
         return attention_G1HW * torch.sigmoid(self.conv3(x_GCHW))
 
 
-class RelateModule(nn.Module):
+class RelativePositionModule(nn.Module):
     """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention, for example to the region left of it.
 
     Every position reads its own features and its coordinates, those of the attention's centre, and their difference.
@@ -64,7 +64,7 @@ class RelateModule(nn.Module):
         return torch.sigmoid(self.conv3(functional.relu(self.conv2(functional.relu(self.conv1(x_GCHW))))))
 
 
-class SameModule(nn.Module):
+class SimilarityModule(nn.Module):
     """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention to what is like the attended object.
 
     Every position compares an embedding of its features with that of the attended ones, by products and differences.
@@ -147,12 +147,12 @@ class PooledModules(tbd.AttentionModules):
         SCENE: (lambda _: NoDescription(), Role((), VECTOR, reads_stem=True)),
         "exist": (DescribeModule, _DESCRIBE),
         "count": (DescribeModule, _DESCRIBE),
-        "relate": (RelateModule, tbd.LOOK),
+        "relate": (RelativePositionModule, tbd.LOOK),
         "less_than": (CompareModule, _COMPARE),
         "greater_than": (CompareModule, _COMPARE),
         "filter_*": (FilterModule, tbd.LOOK),
         "query_*": (DescribeModule, _DESCRIBE),
-        "same_*": (SameModule, tbd.LOOK),
+        "same_*": (SimilarityModule, tbd.LOOK),
         "equal_*": (CompareModule, _COMPARE),
     }
 
