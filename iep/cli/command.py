@@ -8,6 +8,7 @@ import warnings
 from typing import Any, TextIO
 
 import click
+from tqdm import tqdm
 
 import iep
 from iep.errors import InputError
@@ -46,6 +47,7 @@ class _Stoppable(click.Command):
         os.environ["MPLBACKEND"] = "agg"  # pictures are only written to files, and other backends may be missing
         if sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for other characters
+        tqdm.get_lock()  # creates it before a signal can interrupt the first `tqdm.write`, which would fail without it
         with handled():
             try:
                 return super().main(*args, **kwargs)
