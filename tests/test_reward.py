@@ -2,7 +2,7 @@
 
 import pytest
 
-from iep.reward import clevr_reward, read_answer
+from iep.reward import clevr_reward, format_reward, read_answer
 
 
 @pytest.mark.parametrize(
@@ -11,29 +11,109 @@ from iep.reward import clevr_reward, read_answer
         ("Yes", "yes"),
         ("yes, there is a red cube.", "yes"),
         ("<think>a <answer>red</answer> one?</think>\n<answer> Three </answer>", "3"),
+        ("<think>...red cube and a blue one.</think>\nred", "red"),
+        ("the red cube and a blue one.</think>\nred", "red"),
+        ("<think>It is <answer>red</answer>.</think>", None),
         ("<answer>red <answer>blue</answer> or green</answer>", "blue"),
+        ("<think>two of them</think><answer>3", "3"),
         (r"So it is \boxed{\text{Cyan}}.", "cyan"),
         ("I see a cube and a ball.\nThe answer is: a ball", "sphere"),
         ("The answer is red. No, the answer is blue.", "blue"),
+        ("**Final answer**: 3", "3"),
+        ("Two cubes and three spheres are large. [2]", "2"),
         ("Answer: 007", "7"),
         ("There are 3.0 of them", "3"),
         ("a metallic thing", "metal"),
         ("12", "12"),
+        (3, "3"),
+        (True, "yes"),
         ("crimson", "crimson"),
         ("true", "yes"),
         ("It is gray or green", None),
         ("the big red cube", None),
+        ("There are 2 cubes and 1 ball. In total, 3.", "3"),
         ("<answer></answer>", None),
         ("...", None),
         ("", None),
     ],
 )
-def test_the_answer_of_a_response_is_read_in_clevrs_words(response: str, answer: str | None):
+def test_the_answer_of_a_response_is_read_in_clevrs_words(response: object, answer: str | None):
     assert read_answer(response) == answer
 
 
+# How models and trainers write an answer; each form with answers of every kind below.
+FORMS = r"""
+{}
+{}.
+**{}**
+"{}"
+`{}`
+Answer: {}
+answer: {}.
+A: The answer is {}.
+The answer is: **{}**
+**Answer:** {}
+Final answer: {}
+### Answer: {}
+The final answer is $\boxed{{{}}}$.
+\boxed{{\text{{{}}}}}
+\boxed{{{}}}
+[{}]
+Therefore, [{}].
+<answer>{}</answer>
+<answer> {} </answer>
+<answer>\n{}\n</answer>
+<ANSWER>{}</ANSWER>
+<answer>{}
+<think>red? 4? yes, small metal cube</think><answer>{}</answer>
+<think>red? 4? yes, small metal cube</think>\n\n{}
+<think>red? 4? yes, small metal cube</think> The answer is {}.
+red? 4? yes, small metal cube</think> {}
+"""
+SENTENCES = [
+    ("There are 3 red cubes.", "3"),
+    ("There are three red cubes left of the big ball.", "3"),
+    ("I count 3 small metal spheres.", "3"),
+    ("There are no red cubes.", "0"),
+    ("None of the red cubes are large.", "0"),
+    ("3 objects are red", "3"),
+    ("I see 2 cubes and 1 ball. So 3 things are red.", "3"),
+    ("The small cube is red.", "red"),
+    ("It is a grey sphere.", "gray"),
+    ("The object left of the small metal ball has the color purple.", "purple"),
+    ("The red cube is tiny.", "small"),
+    ("The cyan ball is shiny.", "metal"),
+    ("The big yellow thing is a block.", "cube"),
+    ("It has a cylinder shape.", "cylinder"),
+    ("No, there is one cube.", "no"),
+    ("There are equally many, so yes", "yes"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS.strip().splitlines())
+def test_answers_of_every_kind_are_rewarded_in_every_form(form: str):
+    form = form.replace(r"\n", "\n")
+    for right, wrong in (("yes", "no"), ("3", "4"), ("large", "small"), ("cyan", "red"), ("metal", "rubber")):
+        for said in (right, right.capitalize()):
+            assert clevr_reward(form.format(said), right) == 1.0
+            assert clevr_reward(form.format(said), wrong) == 0.0
+
+
+@pytest.mark.parametrize(("sentence", "answer"), SENTENCES)
+def test_a_sentence_is_read_by_the_kind_of_the_solution(sentence: str, answer: str):
+    assert clevr_reward(sentence, answer) == 1.0
+    others = {"3": "2", "0": "1", "yes": "no", "no": "yes"}
+    assert clevr_reward(sentence, others.get(answer, "brown")) == 0.0
+
+
+@pytest.mark.parametrize("form", ["red or green", "2 or 3", "It is red. It is also blue.", "not <answer>sure</answer>"])
+def test_a_response_with_several_answers_or_none_has_no_reward(form: str):
+    assert [clevr_reward(form, answer) for answer in ("red", "green", "2", "3", "yes")] == [0.0] * 5
+
+
 @pytest.mark.parametrize(
-    "unit", ["<answer>", "</answer>", r"\boxed{", r"\text{", "answer is ", "answer ", "{", " ", "0"]
+    "unit",
+    ["<answer>", "</answer>", r"\boxed{", r"\text{", "answer is ", "answer ", "answer*", "{", " ", "0", "[", ". "],
 )
 def test_the_answer_is_read_after_200_000_repetitions(unit: str):
     """In quadratic time, a test would take many minutes."""
@@ -43,6 +123,15 @@ def test_the_answer_is_read_after_200_000_repetitions(unit: str):
 def test_the_reward_is_one_for_the_right_answer_however_either_is_marked():
     assert clevr_reward("I count <answer>two</answer>", "2") == 1.0
     assert clevr_reward("2", "<answer>2</answer>") == 1.0
+    assert clevr_reward(3, "3") == clevr_reward("3", 3) == 1.0
     assert clevr_reward("<answer>3</answer>", "2") == 0.0
     assert clevr_reward("no idea", "2") == 0.0
     assert clevr_reward("", "") == 0.0
+
+
+def test_the_format_is_a_thought_and_then_an_answer():
+    assert format_reward("<think>two\nof them</think>\n<answer>2</answer>") == 1.0
+    for wrong in ("2", "<answer>2</answer>", "<think>2</think>", "<think></think><answer>2</answer>"):
+        assert format_reward(wrong) == 0.0
+    assert format_reward("<think>2</think> so <answer>2</answer>") == 0.0
+    assert format_reward("<think>2</think><answer>2</answer><answer>3</answer>") == 0.0
