@@ -1,124 +1,152 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU: the tests, the engine in every execution, experts, processes, a profile, and ten minutes
-# of training at full size. Then one dated report.
+# What needs a GPU, in three parts of less than ten minutes each, and one dated report.
 #
-#   scripts/gpu.sh [OUT] [PART]...        (OUT: runs/gpu; PART: all of them, in this order)
+#   [PYTHON=python3] scripts/gpu.sh [OUT] [PART]...        (OUT: runs/gpu; PART: 1 2 3, all by default)
 #
-# The parts are tests, float32, bfloat16, experts, profile, data, train, processes and report. Each takes less than ten
-# minutes. A part whose output is in OUT is skipped, training is resumed, and the other parts run even if one fails.
+# 1: versions, the tests that need a GPU, and the engine by calls and one node at a time at 64 questions. 2: both memory
+# formats, and calls, triton and cuda_graph at 64, 256 and 1,024 questions. 3: a profile, and the losses of short
+# trainings by calls and by cuda_graph. Each part writes its section of the report while it runs, so that one that is cut
+# off leaves what it has; a command that fails is named there. With a GPU, the report goes to benchmarks/results/.
 # QUICK=1 makes everything tiny, for a trial without a GPU.
-set -euo pipefail
-trap 'exit 130' INT # the commands themselves end with an error that would be that of a part
-trap 'exit 143' TERM
-cd "$(dirname "$0")/.."
+set -uo pipefail
 case ${1-} in
 -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit 0 ;;
 esac
-ALL="tests float32 bfloat16 experts profile data train processes report"
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
 OUT=${1:-runs/gpu}
-shift || true
-if [[ " $ALL " == *" $OUT "* ]]; then
-    echo "$OUT is the name of a part; OUT comes first" >&2
-    exit 2
-fi
-for part in "$@"; do
-    if [[ " $ALL " != *" $part "* ]]; then
-        echo "$part: unknown part, expected some of $ALL" >&2
-        exit 2
-    fi
-done
-PARTS=("$@")
-[ ${#PARTS[@]} -gt 0 ] || read -ra PARTS <<<"$ALL"
-GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
-DEVICE=$([ "$GPUS" = 0 ] && echo cpu || echo cuda)
-SIZES=1,4,16,64,256,1024 PROFILED=64,1024 IMAGES=8000 PRESET=clevr SECONDS_OF_TRAINING=540 CONFIG=synth/ee
-ENGINE=() EFFORT=(--repeat 10 --max-seconds 5) EXPERTS=(--experts 1,10,100,1000,10000)
-TRITON="lookahead+sharing+triton lookahead+sharing+cuda_graph"
+shift
+NAME=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")') || exit 1
+SIZES=64,256,1024 DEVICE=cuda PRESET=clevr IMAGES=500 CONFIG=synth/ee ITERATIONS=200
+KERNELS="triton cuda_graph" CAPTURED=cuda_graph ENGINE=()
+if [ "$NAME" = "no GPU" ]; then DEVICE=cpu KERNELS= CAPTURED=calls; fi
 if [ -n "${QUICK-}" ]; then
-    SIZES=64 PROFILED=4 IMAGES=20 PRESET=mini SECONDS_OF_TRAINING=15 CONFIG=mini/ee
+    SIZES=4,8 PRESET=mini IMAGES=8 CONFIG=mini/ee ITERATIONS=5
     ENGINE=(--feature-shape 8 4 4 engine.stem_widths=[] engine.module_dim=4)
-    EFFORT=(--repeat 1) EXPERTS=(--experts 1,10 --tokens 1,10) TRITON=
 fi
 mkdir -p "$OUT"
 
-bench() { # MODULE PART COMMAND OPTION...: its tables are OUT/PART.txt
-    python -m "$1" "${@:3}" --device "$DEVICE" --out "$OUT/$2" >"$OUT/$2.part"
+section() { # TITLE COMMAND...: run the command, and append its output to the report of this part
+    local status
+    echo "$1"
+    printf '\n## %s\n\n```\n' "$1" >>"$REPORT"
+    "${@:2}" 2>&1 | sed -u 's|.*\r||' | tee -a "$REPORT" # the last state of progress bars
+    status=${PIPESTATUS[0]}
+    if [ "$status" != 0 ]; then echo "FAILED with exit code $status" | tee -a "$REPORT" && FAILED+="; $1"; fi
+    printf '```\n' >>"$REPORT"
 }
 
-engine() { # PART SUFFIX STRATEGY...: the engine in one precision
-    local each strategies=vanilla$2
-    for each in lookahead lookahead+sharing lookahead+sharing+defer "${@:3}"; do
-        strategies+=,$each$2
+engine() { # NAME BATCH_SIZES STRATEGIES OPTION...
+    "$PYTHON" -m iep.cli.bench engine --phase train --device "$DEVICE" --batch-sizes "$2" --batching "$3" \
+        --repeat 10 --max-seconds 5 --out "$OUT/$1" "${@:4}" "${ENGINE[@]}"
+}
+
+strategies() { # all that part 2 compares
+    local each found=lookahead+sharing,lookahead+sharing+bfloat16
+    for each in $KERNELS; do found+=,lookahead+sharing+$each+bfloat16; done
+    echo "$found"
+}
+
+versions() {
+    "$PYTHON" -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda)'
+    if [ "$DEVICE" = cuda ]; then nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv; fi
+    git log -1 --format='iep %h of %cs'
+}
+
+losses() { # train by calls and by cuda_graph from the same weights on the same minibatches, and compare
+    if [ ! -e "$OUT/data/vocab.json" ]; then
+        "$PYTHON" -m iep.cli.synth "$OUT/clevr" --preset "$PRESET" --train "$IMAGES" --val 10 --test 0 --force >/dev/null &&
+            "$PYTHON" -m iep.cli.preprocess "$OUT/clevr" --out "$OUT/data" --backbone synth --dtype float16 >/dev/null || return
+    fi
+    local each
+    for each in calls $CAPTURED; do
+        rm -rf "$OUT/train-$each"
+        "$PYTHON" -m iep.cli.train --config "$CONFIG" --data "$OUT/data" --out "$OUT/train-$each" device="$DEVICE" seed=0 \
+            iterations=$ITERATIONS log_every=1 precision=bfloat16 execution="$each" curriculum=[] || return
     done
-    bench iep.cli.bench "$1" engine --batch-sizes "$SIZES" --batching "$strategies" "${EFFORT[@]}" "${ENGINE[@]}"
+    "$PYTHON" - "$OUT/train-calls/metrics.jsonl" "$OUT/train-$CAPTURED/metrics.jsonl" <<'END'
+import json
+import sys
+
+runs = []
+for name in sys.argv[1:]:
+    with open(name) as file:
+        runs.append([row for row in map(json.loads, file) if "loss" in row])
+print(f"{'step':>5} {'calls':>10} {'captured':>10} {'difference':>10}")
+for calls, captured in zip(*runs, strict=True):
+    if calls["step"] in (1, 2, 3, 5, 10, 20, 50, 100, 150, 200):
+        difference = abs(captured["loss"] / calls["loss"] - 1)
+        print(f"{calls['step']:>5} {calls['loss']:>10.4f} {captured['loss']:>10.4f} {difference:>10.1e}")
+print("questions/s at the end:", *(f"{run[-1]['questions_per_second']:.0f}" for run in runs))
+END
 }
 
-run() {
+table() { # the estimates of docs/architecture.md beside what was measured
+    "$PYTHON" - "$OUT"/*/engine.json <<'END'
+import json
+import sys
+
+ESTIMATED = {  # milliseconds of a training step on an H100
+    "vanilla": {64: 140},
+    "lookahead+sharing": {64: 15, 256: 21, 1024: 43},
+    "lookahead+sharing+bfloat16": {64: 15, 256: 18, 1024: 27},
+    "lookahead+sharing+triton+bfloat16": {64: 7, 256: 8, 1024: 18},
+    "lookahead+sharing+cuda_graph+bfloat16": {64: 3, 256: 6, 1024: 18},
+}
+print("| milliseconds a step | questions | estimated | measured |\n|---|---|---|---|")
+for name in sys.argv[1:]:
+    with open(name) as file:
+        comparisons = json.load(file)["comparisons"]
+    for case in comparisons:
+        for row in case["rows"]:
+            if "step" in (row["seconds"] or {}) and (estimate := ESTIMATED.get(row["name"], {}).get(case["size"])):
+                print(f"| {row['name']} | {case['size']} | {estimate} | {1e3 * row['seconds']['step']['median']:.1f} |")
+END
+}
+
+part() {
     case $1 in
-    tests) python -m pytest -m gpu -n 4 --continue-on-collection-errors >"$OUT/tests.part" || true ;; # the report shows failures
-    float32) engine float32 "" ;;
-    bfloat16) engine bfloat16 +bfloat16 $TRITON ;; # whose kernels compute in bfloat16
-    experts) bench benchmarks experts moe "${EXPERTS[@]}" ;;
-    profile)
-        python scripts/profile_step.py --batch-sizes "$PROFILED" --device "$DEVICE" "${ENGINE[@]}" >"$OUT/profile.part"
+    1)
+        section versions versions
+        section tests "$PYTHON" -m pytest -m gpu -n 4 -q -p no:cacheprovider --continue-on-collection-errors
+        section "64 questions" engine 64 "${SIZES%%,*}" vanilla,lookahead,lookahead+sharing,vanilla+bfloat16,lookahead+sharing+bfloat16
         ;;
-    data)
-        python -m iep.cli.synth "$OUT/clevr" --preset "$PRESET" \
-            --train "$IMAGES" --val "$((IMAGES / 10))" --test 0 --workers "$(getconf _NPROCESSORS_ONLN)" &&
-            python -m iep.cli.preprocess "$OUT/clevr" --out "$OUT/data" --backbone synth --dtype float16 >"$OUT/data.part"
+    2)
+        for format in channels-first channels-last; do
+            section "$format" engine $format "$SIZES" lookahead+sharing,lookahead+sharing+bfloat16 --memory-format $format
+        done
+        section "ways to execute" engine ways "$SIZES" "$(strategies)"
         ;;
-    train)
-        timeout --signal TERM $SECONDS_OF_TRAINING python -m iep.cli.train --config "$CONFIG" --data "$OUT/data" \
-            --out "$OUT/run" --resume log_every=100 validate_every=500 >"$OUT/train.log" 2>&1 ||
-            [ $? = 124 ] || { tail -n 1 "$OUT/train.log" >&2 && return 1; } # 124: the end of the time
-        cp "$OUT/run/metrics.jsonl" "$OUT/train.part"
+    3)
+        section profile "$PYTHON" scripts/profile_step.py --batch-sizes "${SIZES%%,*},${SIZES##*,}" --device "$DEVICE" "${ENGINE[@]}"
+        section "losses of calls and $CAPTURED" losses
         ;;
-    processes)
-        if [ "$GPUS" -lt 2 ]; then
-            echo "There are $GPUS GPUs, and two are needed." >"$OUT/processes.part"
-        else
-            python -m benchmarks processes --data "$OUT/data" --config "iep/configs/$CONFIG.yaml" --processes 1,2 \
-                --iterations 300 --out "$OUT/processes" >"$OUT/processes.part"
-        fi
-        ;;
-    report) report ;;
+    *) echo "$1: unknown part, expected 1, 2 or 3" >&2 && exit 2 ;;
     esac
 }
 
-report() { # one file of all parts, which goes to the dated measurements if there is a GPU
-    local part file=benchmarks/results/$(date +%F)-gpu.md
+report() { # all parts that have run, and the table, in one file
+    local each file=$OUT/report.md
+    if [ "$DEVICE" = cuda ]; then file=benchmarks/results/$(date +%F)-gpu.md; fi
     {
-        echo "# $(date +%F): $(python -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")')"
-        for part in tests float32 bfloat16 experts profile train processes; do
-            printf '\n## %s\n\n```\n' "$part"
-            if [ -e "$OUT/$part.txt" ]; then
-                cat "$OUT/$part.txt"
-            elif [ -e "$OUT/$part.part" ]; then
-                echo "failed; its output until then:" && cat "$OUT/$part.part"
-            else
-                echo "was not run"
-            fi
-            echo '```'
-        done
-    } >"$OUT/report.part"
-    if [ "$GPUS" = 0 ]; then file=$OUT/report.md; fi
-    cp "$OUT/report.part" "$file" && echo "Wrote $file"
+        echo "# $(date +%F): $NAME"
+        for each in "$OUT"/part-?.md; do cat "$each"; done
+        printf '\n## estimated and measured\n\n'
+        table
+    } >"$file" && echo "Wrote $file"
 }
 
-failed=
-for part in "${PARTS[@]}"; do
-    if [ -e "$OUT/$part.txt" ] && [ "$part" != report ]; then
-        echo "$part: $OUT/$part.txt is there"
-        continue
-    fi
-    echo "$part"
-    if run "$part"; then
-        mv "$OUT/$part.part" "$OUT/$part.txt"
-    else
-        failed+=" $part"
-    fi
+FAILED=
+trap 'report; exit 130' INT
+trap 'report; exit 143' TERM
+[ $# -gt 0 ] || set -- 1 2 3
+for part in "$@"; do
+    REPORT=$OUT/part-$part.md
+    case $part in [123]) : >"$REPORT" ;; esac
+    part "$part"
+    report
 done
-if [ -n "$failed" ]; then
-    echo "failed:$failed" >&2
+if [ -n "$FAILED" ]; then
+    echo "failed: ${FAILED#; }" >&2
     exit 1
 fi
