@@ -137,6 +137,15 @@ def test_a_finished_data_set_is_not_made_again_and_that_of_other_options_only_if
     assert digests(out) == digests(tmp_path / "fresh")
 
 
+def test_images_are_added_to_a_data_set_without_drawing_its_own_again(made, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    synth(out, *SMALL, "--train", "51", "--val", "3")  # 50 is the end of a block of balanced answers
+    before = {path: path.stat().st_mtime_ns for path in (out / "images").rglob("*.png")}
+    assert synth(out, *SMALL, *COUNTS).count("already done") == 1
+    assert digests(out) == digests(made)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [

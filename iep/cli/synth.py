@@ -60,7 +60,7 @@ def main(
 ) -> None:
     """Write images, questions and scenes in CLEVR's layout into the directory OUT.
 
-    Run the same command again to resume an interrupted run.
+    Run the same command again to resume an interrupted run, or with larger numbers of images to extend a data set.
     """
     scene = {"min_objects": min_objects, "max_objects": max_objects, "cogent": cogent}
     options = resolve(preset, scene, **given)

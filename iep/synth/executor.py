@@ -7,6 +7,7 @@ file.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from iep.programs import call_token
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 
 
@@ -61,11 +62,43 @@ def execute(program: Sequence[dict], facts: Facts) -> str:
         IllPosedError: `unique` got no object or several.
         KeyError: a function is unknown.
     """
+    return spelled(_results(program, facts)[-1])
+
+
+def trace(program: Sequence[dict], facts: Facts) -> list[str]:
+    """Return what every call of a JSON program returns on a scene, in words, one line for each call.
+
+    A line has the call's number, its function with its value, the numbers of the calls that it reads, and its result,
+    such as `2: filter_color[red](1) = 2 objects: large red metal cube, small red rubber sphere`.
+
+    Raises:
+        IllPosedError: `unique` got no object or several.
+        KeyError: a function is unknown.
+    """
+    lines = []
+    for number, (call, result) in enumerate(zip(program, _results(program, facts), strict=True), start=1):
+        kind = _name(call).partition("_")[0]
+        if kind == "unique":
+            said = " ".join(facts.objects[result])
+        elif kind in ("scene", "filter", "relate", "same", "union", "intersect"):
+            named = [" ".join(each) for index, each in enumerate(facts.objects) if result >> index & 1]
+            said = f"{len(named)} object{'s' * (len(named) != 1)}{': ' * bool(named)}{', '.join(named)}"
+        else:
+            said = spelled(result)
+        read = ", ".join(str(each + 1) for each in call["inputs"])
+        lines.append(f"{number}: {call_token(call)}({read}) = {said}")
+    return lines
+
+
+def _results(program: Sequence[dict], facts: Facts) -> list[int | bool | str]:
     results: list = []
     for call in program:
-        name = call["function"] if "function" in call else call["type"]
-        results.append(_call(name, [results[i] for i in call["inputs"]], call.get("value_inputs") or [], facts))
-    return spelled(results[-1])
+        results.append(_call(_name(call), [results[i] for i in call["inputs"]], call.get("value_inputs") or [], facts))
+    return results
+
+
+def _name(call: dict) -> str:
+    return call["function"] if "function" in call else call["type"]
 
 
 def only(objects: int) -> int:

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from random import Random
 
@@ -263,7 +263,11 @@ def _prepare_worker() -> None:
 
 
 def _claim(out: Path, options: Options, force: bool) -> None:
-    """Make `out` this data set's directory, unless it is; `force` clears one that was made with other options.
+    """Make `out` this data set's directory, unless it is.
+
+    A directory that was made with fewer images is extended: its pictures are kept, and since the first images of a split
+    do not depend on their number, their questions are made again as they were. `force` clears one that was made with
+    other options.
 
     Raises:
         InputError: `out` contains something else, or its record is damaged.
@@ -276,17 +280,26 @@ def _claim(out: Path, options: Options, force: bool) -> None:
         found = read_json(path, "the record of iep-synth")
         if not isinstance(found, dict):
             raise InputError(f"{path}: {found!r:.60}, expected the record of iep-synth, an object")
-        if {"families": "clevr"} | found == record:  # older records have no families
+        found = {"families": "clevr"} | found  # older records have no families
+        larger = [split for split in SPLITS if found.get(split) != record[split]]
+        extends = found | {split: record[split] for split in larger} == record
+        if extends and all(isinstance(found.get(split), int) and found[split] < record[split] for split in larger):
             for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
                 temporary.unlink(missing_ok=True)
-            return
-        if not force:
-            raise InputError(f"{out}: made with other options (see {RECORD}); choose a new directory or give --force")
-        for part in ("images", "depth", "questions", "scenes"):
-            if (out / part).exists():
-                shutil.rmtree(out / part)
-        for group, split in product(CLOSURE_GROUPS, SPLITS):
-            (out / f"{group}_{split}.json").unlink(missing_ok=True)
+            if not larger:
+                return
+            for split in larger:  # pictures are kept
+                for each in chain(*_json_paths(out, options, split)):
+                    each.unlink(missing_ok=True)
+        elif not force:
+            what = f"made with other options (see {RECORD})"
+            raise InputError(f"{out}: {what}; choose a new directory or give --force; only more images can be added")
+        else:
+            for part in ("images", "depth", "questions", "scenes"):
+                if (out / part).exists():
+                    shutil.rmtree(out / part)
+            for group, split in product(CLOSURE_GROUPS, SPLITS):
+                (out / f"{group}_{split}.json").unlink(missing_ok=True)
     write_json(path, record, indent=2)
 
 
