@@ -19,7 +19,7 @@ ORDER = (
     *("bench", "cli"),
 )
 """The folders and loose files of `iep/`; each imports only itself and what stands before it."""
-WITH_CODE = {"iep", "iep.dynamic"}
+WITH_CODE = {"iep", "iep.dynamic", "iep.synth"}
 """Packages that are more than a docstring: the version, and names to import."""
 NAMESAKES = {"__init__", "placement"}
 """Placement is one concept, in the core and in the engine."""

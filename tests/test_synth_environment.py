@@ -18,36 +18,41 @@ SCENE = {
 
 
 def test_a_trace_says_what_every_call_returns():
-    program = "equal_shape query_shape unique relate[right] unique filter_shape[sphere] scene query_shape unique filter_size[large] scene"
-    assert trace(prefix_to_json(program.split()), facts_of(SCENE)) == [
-        "1: scene() = 3 objects: large red metal cube, small red rubber sphere, small blue rubber cube",
-        "2: filter_shape[sphere](1) = 1 object: small red rubber sphere",
-        "3: unique(2) = small red rubber sphere",
-        "4: relate[right](3) = 1 object: small blue rubber cube",
-        "5: unique(4) = small blue rubber cube",
-        "6: query_shape(5) = cube",
-        "7: scene() = 3 objects: large red metal cube, small red rubber sphere, small blue rubber cube",
-        "8: filter_size[large](7) = 1 object: large red metal cube",
-        "9: unique(8) = large red metal cube",
-        "10: query_shape(9) = cube",
-        "11: equal_shape(6, 10) = yes",
+    left = ["query_shape", "unique", "relate[right]", "unique", "filter_shape[sphere]", "scene"]
+    right = ["query_shape", "unique", "filter_size[large]", "scene"]
+    assert trace(prefix_to_json(["equal_shape", *left, *right]), facts_of(SCENE)) == [
+        "1: scene = 3 objects: large red metal cube, small red rubber sphere, small blue rubber cube",
+        "2: filter_shape[sphere] of 1 = 1 object: small red rubber sphere",
+        "3: unique of 2 = small red rubber sphere",
+        "4: relate[right] of 3 = 1 object: small blue rubber cube",
+        "5: unique of 4 = small blue rubber cube",
+        "6: query_shape of 5 = cube",
+        "7: scene = 3 objects: large red metal cube, small red rubber sphere, small blue rubber cube",
+        "8: filter_size[large] of 7 = 1 object: large red metal cube",
+        "9: unique of 8 = large red metal cube",
+        "10: query_shape of 9 = cube",
+        "11: equal_shape of 6, 10 = yes",
     ]
-    counted = trace(prefix_to_json("count filter_color[green] scene".split()), facts_of(SCENE))
-    assert counted[1:] == ["2: filter_color[green](1) = 0 objects", "3: count(2) = 0"]
+    counted = trace(prefix_to_json(["count", "filter_color[green]", "scene"]), facts_of(SCENE))
+    assert counted[1:] == ["2: filter_color[green] of 1 = 0 objects", "3: count of 2 = 0"]
 
 
 def test_a_sample_is_a_whole_example_of_the_difficulty_asked_for():
     one = iep.synth.sample(3, objects=(4, 5), length=(8, 12), size=(60, 40))
     program = prefix_to_json(one.program.split())
-    assert 8 <= len(program) <= 12 and 4 <= len(one.scene["objects"]) <= 5 and one.image.size == (60, 40)
+    assert 8 <= len(program) <= 12
+    assert 4 <= len(one.scene["objects"]) <= 5
+    assert one.image.size == (60, 40)
     assert execute(program, facts_of(one.scene)) == one.answer
-    assert len(one.trace) == len(program) and one.trace[-1].endswith(f" = {one.answer}")
+    assert len(one.trace) == len(program)
+    assert one.trace[-1].endswith(f" = {one.answer}")
     again, other = (iep.synth.sample(seed, objects=(4, 5), length=(8, 12), size=(60, 40)) for seed in (3, 4))
-    assert np.array_equal(again.image, one.image) and again.question == one.question
+    assert np.array_equal(again.image, one.image)
+    assert again.question == one.question
     assert not np.array_equal(other.image, one.image)
 
 
 @pytest.mark.parametrize("wrong", [{"objects": (3, 11)}, {"objects": (5, 4)}, {"length": (3, 2)}, {"length": (90, 95)}])
 def test_a_range_without_examples_is_an_error(wrong: dict):
-    with pytest.raises(ValueError, match="expected a range|expected the smallest|no question of"):
+    with pytest.raises(ValueError, match=r"expected a range|expected the smallest|no question of"):
         iep.synth.sample(0, size=(60, 40), **{"objects": (2, 2)} | wrong)

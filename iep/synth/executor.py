@@ -69,7 +69,7 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
     """Return what every call of a JSON program returns on a scene, in words, one line for each call.
 
     A line has the call's number, its function with its value, the numbers of the calls that it reads, and its result,
-    such as `2: filter_color[red](1) = 2 objects: large red metal cube, small red rubber sphere`.
+    such as `2: filter_color[red] of 1 = 2 objects: large red metal cube, small red rubber sphere`.
 
     Raises:
         IllPosedError: `unique` got no object or several.
@@ -85,8 +85,8 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
             said = f"{len(named)} object{'s' * (len(named) != 1)}{': ' * bool(named)}{', '.join(named)}"
         else:
             said = spelled(result)
-        read = ", ".join(str(each + 1) for each in call["inputs"])
-        lines.append(f"{number}: {call_token(call)}({read}) = {said}")
+        read = " of " * bool(call["inputs"]) + ", ".join(str(each + 1) for each in call["inputs"])
+        lines.append(f"{number}: {call_token(call)}{read} = {said}")
     return lines
 
 

@@ -265,8 +265,8 @@ def _prepare_worker() -> None:
 def _claim(out: Path, options: Options, force: bool) -> None:
     """Make `out` this data set's directory, unless it is.
 
-    A directory that was made with fewer images is extended: its pictures are kept, and since the first images of a split
-    do not depend on their number, their questions are made again as they were. `force` clears one that was made with
+    A directory that was made with fewer images is extended: its pictures are kept, and their questions are made again
+    as they were, since they do not depend on the number of later ones. `force` clears a directory that was made with
     other options.
 
     Raises:
