@@ -146,12 +146,9 @@ def typed(**changes):
     ("graph", "types", "message"),
     [
         (ONE, typed(signatures={}), "op 0 has no signature"),
-        (ONE, typed(signatures={LIFT: Signature((Read(1),))}), "op 0 reads more arguments than its nodes have"),
         (ONE, typed(signatures={LIFT: Signature((Read(0, field=1),))}), "tensor 1 of slot 0, whose value has only 1"),
         (ONE, typed(roots=((np.array([1, 1]), np.array([0, 1])),)), "root 0 reads tensors of several columns as one"),
         (ONE, typed(roots=((np.array([1]), 2),)), "root 0 reads tensor 2 of slot 1, whose value has only 2"),
-        (ONE, typed(signatures={LIFT: Signature((Read(0, count=0),))}), "op 0 reads no values"),
-        (ONE, typed(roots=((ONE.roots, 0), (ONE.roots[:0], 1))), "root 1 reads no values"),
         (
             Graph(2, np.array([LIFT, LIFT]), np.array([[0], [1]]), np.array([0, 0]), np.array([2])),
             typed(inputs=np.array([PAIR, WIDE])),
@@ -168,7 +165,6 @@ def test_types_that_do_not_fit_the_graph_are_errors(graph, types, message):
     ("result", "message"),
     [
         (lambda x: x, "op 0 returned 1 tensors, expected 2"),
-        (lambda x: (x.flatten(1)[:0], x), r"op 0 returned \(0, 2\), expected \(1, 2\)"),
         (lambda x: (x.flatten(1), x[:0]), r"op 0 returned \(0, 2, 1\), expected \(1, 2, 1\)"),
         (lambda x: (x.flatten(1), x.to(torch.complex64)), "returned torch.complex64, which a column of"),
     ],
@@ -177,14 +173,3 @@ def test_results_that_do_not_fit_their_columns_are_errors(result, message):
     plan = make_plan(ONE, make_schedule(ONE, "improved"), typed())
     with pytest.raises(ValueError, match=message):
         execute(plan, {LIFT: result}, {PAIR: torch.zeros(1, 2, 1)})
-
-
-def test_a_result_of_a_column_that_nothing_reads_has_no_gradient():
-    def lift(pair_G21):
-        wide_G5 = pair_G21.new_ones(len(pair_G21), 5) * pair_G21.sum()
-        return wide_G5, pair_G21.sqrt()  # of zeros: a gradient of zero times infinity would not be a number
-
-    inputs = torch.zeros(1, 2, 1, requires_grad=True)
-    types = Types(np.array([PAIR]), {LIFT: Signature((Read(0),), (WIDE, WHOLE))}, ((ONE.roots, 0),))
-    execute(make_plan(ONE, make_schedule(ONE, "improved"), types), {LIFT: lift}, {PAIR: inputs})[0].sum().backward()
-    assert inputs.grad.tolist() == [[[5.0], [5.0]]]

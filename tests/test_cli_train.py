@@ -22,7 +22,6 @@ from iep.config import Config, read_config
 from iep.errors import InputError
 from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
 from iep.runtime.records import METRICS, Records
-from iep.training.loop import Trainer
 from iep.training.run_training import TORCHRUN
 
 COMMANDS = ("ask", "bench", "evaluate", "preprocess", "synth", "train")
@@ -187,18 +186,6 @@ def test_a_damaged_best_checkpoint_is_named_by_resuming_and_by_evaluation(data: 
     assert load_checkpoint(damaged)["step"] == 6
 
 
-def test_a_run_directory_that_goes_away_ends_the_run(data: Path, tmp_path: Path, monkeypatch):
-    def gone(self, name: str) -> None:
-        shutil.rmtree(tmp_path / "run")
-        save(self, name)
-
-    save = Trainer.save
-    monkeypatch.setattr(Trainer, "save", gone)
-    result = iep_train("--out", tmp_path / "run", "--model", "lstm", "--data", data, *tiny("lstm"))
-    assert_one_error(result, f"{tmp_path / 'run'}: the run directory no longer exists; iteration 2 is not saved")
-    assert not (tmp_path / "run").exists()
-
-
 # Mistakes
 
 
@@ -213,12 +200,8 @@ def test_a_run_directory_that_goes_away_ends_the_run(data: Path, tmp_path: Path,
         ),
         ("--out {run} --model lstm --modules tbd", "engine.modules is tbd, which training lstm does not use", 1),
         ("--out {run} --config mini/pgg", "nor the name of a config of this package; did you mean 'mini/pg'?", 1),
-        ("--out {run} --config none.yaml", "none.yaml: no such file", 1),
         ("--out {run} --model eee", "'eee' is not one of", 2),
-        ("--out {run} --num-train-samples 0", "0 is not in the range x>=1", 2),
         ("--out {run} --data nowhere", "nowhere/vocab.json: no such file", 1),
-        ("--out {run} --data nowhere --device cuda:99", "device 'cuda:99': not available here", 1),
-        ("--out {run} --data nowhere --resume", "nowhere/vocab.json: no such file", 1),
         ("--out {run} --resume", "{run}: holds no run to resume", 1),
         ("--out {run}", "no data: give --data DIR, a directory written by iep-preprocess", 1),
         ("--out {run} --model backbone", "no data: give --data DIR, a directory in CLEVR's layout", 1),
@@ -241,7 +224,6 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: st
     [
         ("two", "WORLD_SIZE is 'two', expected a whole number, as torchrun sets it"),
         ("2", "RANK is not set, expected a number below WORLD_SIZE, which is 2"),
-        ("0", "RANK is not set, expected a number below WORLD_SIZE, which is 0"),
     ],
 )
 def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch, size: str, problem: str):

@@ -105,15 +105,6 @@ def test_a_captured_graph_keeps_no_nodes_of_parameters_alive(device, replays):
     assert "alive" not in get_gradient_edge(weight).node.metadata
 
 
-def test_a_plan_needs_a_template_and_no_other_scheduler():
-    engine = small_engine()
-    with pytest.raises(ValueError, match="needs a template"):
-        engine.plan(PROGRAMS_BL, execution="cuda_graph")
-    fit_template(engine, SAMPLE, len(PROGRAMS_BL), sharing=True)
-    with pytest.raises(ValueError, match="batching is vanilla, which a CUDA graph does not use"):
-        engine.plan(PROGRAMS_BL, batching="vanilla", execution="cuda_graph")
-
-
 @HAS_TRITON
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("frozen", [("stem",), ("count", "union"), (*UNARY, *BINARY, "scene")])

@@ -83,10 +83,8 @@ def test_in_evaluation_both_norms_are_the_same_by_every_schedule_with_and_withou
     assert all(torch.equal(value, before[key]) for key, value in statistics(engine).items())
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.7])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("of_input", FORMATS)
-@pytest.mark.parametrize("of_gradient", FORMATS)
+@pytest.mark.parametrize(("momentum", "rows"), [(0.1, 1), (0.7, 3)])
+@pytest.mark.parametrize(("of_input", "of_gradient"), [FORMATS, FORMATS[::-1]])
 def test_example_norm_is_batch_norm_of_each_row_however_maps_and_gradients_lie_in_memory(
     momentum, rows, of_input, of_gradient
 ):
@@ -103,12 +101,6 @@ def test_example_norm_is_batch_norm_of_each_row_however_maps_and_gradients_lie_i
         y.backward(gradient)
         found.append([y, x.grad, norm.weight.grad, norm.bias.grad, *norm.buffers()])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
-
-
-def test_a_map_of_one_place_has_nothing_to_be_normalised_by():
-    with pytest.raises(ValueError, match=r"maps of a single position, \(2, 3, 1, 1\)"):
-        ExampleNorm(3)(torch.randn(2, 3, 1, 1))
-    assert ExampleNorm(3).eval()(torch.randn(2, 3, 1, 1)).shape == (2, 3, 1, 1)
 
 
 def test_under_autocast_the_running_statistics_of_the_same_maps_are_the_same_bits():
@@ -132,14 +124,9 @@ POOLED = {"pool_rest": True, "norm": False, "dropout": 0.0}
 @pytest.mark.parametrize(
     ("kind", "channels", "widths", "options", "grid"),
     [
-        ("pixels", 192, (16, 32), {"norm": True}, 14),
         ("pixels", 192, (16, 32, 48), {"norm": True, "stride": 2}, 7),
-        ("pixels", 192, (16, 32, 48, 48), {"norm": True}, 14),
-        ("pixels", 48, (8,), {}, 14),
         ("pixels", 12, (), {"norm": True}, 14),
-        ("conv", 6, (5,), {}, 14),
         ("conv", 6, (5,), {"stride": 2}, 7),
-        ("conv", 6, (5,), {"stride": 3}, 5),
     ],
 )
 def test_a_stem_brings_features_down_to_the_working_grid(kind, channels, widths, options, grid):

@@ -143,20 +143,6 @@ def test_a_run_that_crashed_resumes_to_the_same_bits(data, parts, tmp_path: Path
     assert all(ours[name] == theirs[name] for name in theirs.keys() - set(MEASURED))
 
 
-def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: list[str], tmp_path: Path):
-    short, long = (tiny_config(data, "joint", f"iterations={n}", *parts) for n in (4, 8))
-    train(long, tmp_path / "long", resume=False)
-    train(short, tmp_path / "resumed", resume=False)
-    train(long, tmp_path / "resumed", resume=True)
-    assert run_parts(tmp_path / "resumed") == run_parts(tmp_path / "long")
-
-
-def test_a_resumed_run_takes_the_weight_decay_asked_for(data: Path, tmp_path: Path):
-    train(tiny_config(data, "lstm", "iterations=2"), tmp_path, resume=False)
-    train(tiny_config(data, "lstm", "weight_decay=0.5"), tmp_path, resume=True)
-    assert load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
-
-
 def test_resuming_a_complete_run_does_nothing(data: Path, tmp_path: Path):
     config = tiny_config(data, "lstm")
     train(config, tmp_path, resume=False)
@@ -226,7 +212,6 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_newest_good_one(data: Pat
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("model=pg",), "it has other networks; without it, the next"),
         (("model=lstm", "lstm.hidden_dim=5"), "it has other networks; without it, the next"),
         (("model=lstm", "validate_every=1", "iterations=1"), "it is of iteration 1 and accuracy"),
     ],

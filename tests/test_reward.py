@@ -32,9 +32,7 @@ def test_the_answer_of_a_response_is_read_in_clevrs_words(response: str, answer:
     assert read_answer(response) == answer
 
 
-@pytest.mark.parametrize(
-    "unit", ["<answer>", "</answer>", r"\boxed{", r"\text{", "answer is ", "answer ", "{", " ", "0"]
-)
+@pytest.mark.parametrize("unit", ["<answer>", r"\boxed{", "answer is ", " ", "0"])
 def test_the_answer_is_read_after_200_000_repetitions(unit: str):
     """In quadratic time, a test would take many minutes."""
     assert read_answer(200_000 * unit + "\nThe answer is 3") == "3"

@@ -1,7 +1,6 @@
 """The written directory: CLEVR's layout and keys, the same bytes always, and whole files whatever happens."""
 
 import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -14,17 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
+from pycocotools import mask as coco
 from tiny_data import assert_one_error, files_no_larger_than
 
 from iep.cli.balance import main as balance_main
 from iep.cli.synth import main
 from iep.runtime.reading import read_json
 from iep.synth.annotations import bounding_box, run_lengths
-
-try:
-    from pycocotools import mask as coco
-except ImportError:
-    coco = None
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "data" / "sample"
@@ -141,9 +136,7 @@ def test_a_finished_data_set_is_not_made_again_and_that_of_other_options_only_if
     ("name", "content", "complaint"),
     [
         ("images/mine.png", "precious", "not empty and not made by iep-synth"),
-        ("synth.json", "[" * 10_000, "not the record of iep-synth (it is nested too deeply)"),
         ("synth.json", "{}", "made with other options"),
-        ("synth.json", "[]", "synth.json: [], expected the record of iep-synth, an object"),
     ],
 )
 def test_a_directory_of_something_else_is_never_touched(
@@ -160,7 +153,7 @@ def test_a_directory_of_something_else_is_never_touched(
 
 @pytest.mark.parametrize(
     ("limit", "named", "workers"),
-    [(2_000, "CLEVR_train_000000.png", 1), (2_000, "CLEVR_train_0000", 2), (20_000, "CLEVR_train_questions.json", 1)],
+    [(2_000, "CLEVR_train_0000", 2), (20_000, "CLEVR_train_questions.json", 1)],
 )
 def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, limit: int, named: str, workers: int) -> None:
     with files_no_larger_than(limit):
@@ -170,29 +163,12 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, limit: int,
     assert not (tmp_path / "out" / "questions" / "CLEVR_train_questions.json").exists()
 
 
-def decoded(mask: dict) -> np.ndarray:
-    """A mask of COCO as booleans, read one character at a time as its format is described."""
-    lengths, number, bits = [], 0, 0
-    for character in mask["counts"].encode():
-        group = character - 48
-        number |= (group & 31) << bits
-        bits += 5
-        if not group & 32:
-            number -= (group & 16) and 1 << bits
-            lengths.append(number + (lengths[-2] if len(lengths) > 2 else 0))
-            number, bits = 0, 0
-    pixels = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-    return pixels.reshape(mask["size"], order="F")
-
-
 @given(arrays(bool, st.tuples(st.integers(1, 40), st.integers(1, 40))), st.integers(1, 30))
-def test_any_mask_is_decoded_to_itself_by_pycocotools_too(pixels: np.ndarray, scale: int) -> None:
+def test_any_mask_is_decoded_to_itself_by_pycocotools(pixels: np.ndarray, scale: int) -> None:
     mask_HW = np.kron(pixels, np.ones((scale, scale), bool))
     mask = {"size": list(mask_HW.shape), "counts": run_lengths(mask_HW)}
-    assert (decoded(mask) == mask_HW).all()
-    if coco is not None:
-        assert (coco.decode(mask) == mask_HW).all()
-        assert coco.toBbox(mask).tolist() == bounding_box(mask_HW) or not mask_HW.any()
+    assert (coco.decode(mask) == mask_HW).all()
+    assert coco.toBbox(mask).tolist() == bounding_box(mask_HW) or not mask_HW.any()
 
 
 def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Path, tmp_path: Path) -> None:
@@ -209,7 +185,7 @@ def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Pat
         covered = np.zeros((40, 60), int)
         for thing in entry["objects"]:
             assert set(thing) == OBJECT_KEYS | {"bbox", "mask"}
-            mask_HW = decoded(thing["mask"])
+            mask_HW = coco.decode(thing["mask"]).astype(bool)
             covered += mask_HW
             rows, columns = np.nonzero(mask_HW)
             x, y, width, height = thing["bbox"]
@@ -230,8 +206,6 @@ def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Pat
 @pytest.mark.parametrize(
     ("flags", "complaint", "code"),
     [
-        ("--train -1", "--train", 2),
-        ("--workers 0", "--workers", 2),
         ("--cogent C", "--cogent", 2),
         ("--min-objects 6 --max-objects 4", "--min-objects 6 is more than --max-objects 4", 2),
         ("--train 0 --val 0 --test 0", "nothing to make", 2),
@@ -249,12 +223,6 @@ def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Pat
 )
 def test_arguments_that_cannot_be_followed_are_one_line(tmp_path: Path, flags: str, complaint: str, code: int) -> None:
     assert_one_error(iep_synth(tmp_path / "out", *flags.split(" ")), complaint, code=code)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_prints_the_options_and_writes_nothing(tmp_path: Path) -> None:
-    options = json.loads(synth(tmp_path / "out", "--preset", "mini", "--dry-run", "--cogent", "A"))
-    assert (options["questions_per_image"], options["rules"]["cogent"]) == (20, "A")
     assert not (tmp_path / "out").exists()
 
 

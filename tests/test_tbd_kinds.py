@@ -86,10 +86,6 @@ def test_a_picture_says_what_is_not_used_and_lights_up_nothing_of_it(predicted, 
             "program token 0 (equal_size) takes an encoding, but its argument, program token 3 (filter_color[red]), "
             "makes an attention",
         ),
-        (
-            "filter_color[red] scene",
-            "the classifier takes an encoding, but its argument, program token 0 (filter_color[red]), makes an",
-        ),
     ],
 )
 def test_a_given_program_of_the_wrong_kinds_is_refused_by_function_and_argument(tbd, program, expected):
