@@ -204,7 +204,7 @@ def test_earlier_reports_stand_beside_the_new_one_which_says_where_their_questio
     against = ["--against", "LSTM", tmp_path / "lstm", "--against", "fewer", tmp_path / "fewer" / "report.json"]
     given = ("--ee", run["ee"], "--data", data, *against, "--name", "IEP", "--report", tmp_path)
     report, _, output = evaluate(tmp_path, *given)
-    headings = "questions most_common LSTM questions fewer questions IEP"
+    headings = "questions most common answer LSTM questions fewer questions IEP"
     assert output.splitlines()[0].split() == headings.split()
     overall = [f"{100 * scores['accuracy']['overall']:.1f}" for scores in (lstm, report)]
     assert [cells(output, "overall")[number] for number in (2, -1)] == overall
@@ -281,7 +281,7 @@ def test_a_split_without_programs_is_answered_with_predicted_ones_and_types_are_
     assert report["program_exact_match"] is None
     assert report["accuracy"]["overall"] == pytest.approx(np.mean([row["correct"] for row in rows]))
     types = "Question types are those of the predicted programs: the val split has no programs."
-    most_common = "There is no column most_common: the val split has no programs or no answers."
+    most_common = "There is no column “most common answer”: the val split has no programs or no answers."
     assert {types, most_common} <= set(output.splitlines())
     assert page_notes(tmp_path / "out") == [types, most_common]
     generator, blind = (iep_eval(*model, "--data", other).stdout for model in (both[:2], ("--baseline", run["lstm"])))
@@ -293,9 +293,10 @@ def test_without_a_train_split_the_missing_column_is_said(run, other: Path, tmp_
     (other / "train_questions.h5").unlink()
     report, _, output = evaluate(tmp_path / "out", "--baseline", run["lstm"], "--data", other)
     assert report["baselines"] == {}
-    assert f"There is no column most_common: {other} has no train split to count answers on." in output.splitlines()
+    reason = f"{other} has no train split to count answers on"
+    assert f"There is no column “most common answer”: {reason}." in output.splitlines()
     unanswered = iep_eval("--baseline", run["lstm"], "--data", other, "--split", "test").stdout
-    assert "no column most_common" not in unanswered
+    assert "no column" not in unanswered
 
 
 def test_pictures_of_other_images_than_the_features_are_said_to_be_wrong(tmp_path: Path):

@@ -98,21 +98,21 @@ def test_a_file_that_is_not_a_report_is_named_with_what_is_wrong(tmp_path: Path,
 def test_the_table_sets_models_and_baselines_side_by_side():
     better = replace(REPORT, accuracy=Scores(1.0, dict.fromkeys(REPORT.questions_by_type, 1.0)), baselines={})
     assert format_table([("iep", REPORT), ("iep joint", better)]).splitlines() == [
-        "                questions  most_common    iep  iep joint",
-        "overall                10         40.0   70.0      100.0",
-        "exist                   4         50.0   75.0      100.0",
-        "query                   4         25.0   75.0      100.0",
-        "  size                  3          0.0  100.0      100.0",
-        "  shape                 1        100.0    0.0      100.0",
-        "programs exact                       -   90.0       90.0",
-        "questions/s                          -   1234       1234",
+        "                questions  most common answer    iep  iep joint",
+        "overall                10                40.0   70.0      100.0",
+        "exist                   4                50.0   75.0      100.0",
+        "query                   4                25.0   75.0      100.0",
+        "  size                  3                 0.0  100.0      100.0",
+        "  shape                 1               100.0    0.0      100.0",
+        "programs exact                              -   90.0       90.0",
+        "questions/s                                 -   1234       1234",
     ]
 
 
 def test_reports_on_different_questions_have_numbers_of_questions_of_their_own():
     other = Report("train", 3, {"exist": 3}, Scores(1.0, {"exist": 1.0}))
     header, overall, exist, *_ = format_table([("a", REPORT), ("b", other)]).splitlines()
-    assert header.split() == ["questions", "most_common", "a", "questions", "b"]
+    assert header.split() == ["questions", "most", "common", "answer", "a", "questions", "b"]
     assert overall.split() == ["overall", "10", "40.0", "70.0", "3", "100.0"]
     assert exist.split() == ["exist", "4", "50.0", "75.0", "3", "100.0"]
 

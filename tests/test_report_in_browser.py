@@ -16,6 +16,8 @@ from pages import Opened, chromium, opened
 from playwright.sync_api import Browser, Page
 from tiny_data import IMAGES, TEST, VAL
 
+from iep.programs import program_tree
+
 Row = dict[str, Any]
 
 
@@ -147,9 +149,30 @@ def test_a_question_shows_its_image_answers_programs_and_maps(shown: Opened, mad
     with_maps.locator("summary", has_text="Where each function looked").click()
     picture, heat = (with_maps.locator(".maps img").nth(n).bounding_box() for n in (0, 1))
     assert picture == heat
-    shown.page.set_viewport_size({"width": 400, "height": 900})
+    depths = with_maps.locator(".maps figure").evaluate_all("all => all.map(a => +a.style.getPropertyValue('--depth'))")
+    drawn = next(row for row in made[1] if row["question_index"] == int(with_maps.get_attribute("data-index")))
+    assert depths == [node.depth for node in program_tree(drawn["predicted_program"]).nodes], "maps follow the tree"
+
+
+def test_the_page_fits_a_phone(shown: Opened):
+    shown.listed()
+    shown.page.set_viewport_size({"width": 390, "height": 900})
     shown.open_programs()
-    assert shown.page.evaluate("document.documentElement.scrollWidth") == 400
+    assert shown.page.evaluate("document.documentElement.scrollWidth") == 390
+    for words in ("Questions", "Family"):
+        heading = shown.page.locator("table.by-family thead button", has_text=words)
+        assert heading.bounding_box()["height"] < 30, "no word is broken"
+    differences = [each.bounding_box() for each in shown.page.locator("del, ins").all()]
+    assert differences
+    assert all(box["x"] + box["width"] <= 390 for box in differences)
+
+
+def test_bars_of_one_table_have_one_scale(shown: Opened):
+    bars = shown.page.locator("table.by-type td:has(.fill)").evaluate_all(
+        "all => all.map(a => [+a.dataset.key, a.querySelector('.fill').getBoundingClientRect().width])"
+    )
+    scales = [width / share for share, width in bars if share]
+    assert scales == pytest.approx([scales[0]] * len(scales), rel=0.02)
 
 
 def test_the_page_says_what_is_unknown(browser: Browser, data, run, tmp_path: Path):

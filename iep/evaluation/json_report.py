@@ -19,6 +19,8 @@ from iep.runtime.reading import reading
 
 FORMAT = "iep report 1"
 MISSING = "-"
+TITLES = {"most_common": "most common answer"}
+"""The headings of baselines in tables, by their names in report.json."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def align_rows(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str
 def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Report]]:
     """Return the baselines of the reports as columns of their own, each name once, followed by the given columns."""
     baselines = {
-        name: (name, Report(report.split, report.questions, report.questions_by_type, scores))
+        name: (TITLES.get(name, name), Report(report.split, report.questions, report.questions_by_type, scores))
         for _, report in columns
         for name, scores in report.baselines.items()
     }
