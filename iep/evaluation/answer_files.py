@@ -32,7 +32,7 @@ def open_questions(path: Path) -> tuple[Vocab, Questions]:
     """Return the questions of a file in CLEVR's format, and the vocabulary of all its tokens.
 
     Raises:
-        InputError: as `load_questions`.
+        InputError: the file cannot be read, is not a question file, or holds a malformed question (names it).
     """
     found = load_questions(path)
     vocab = build_vocab(found, 1)
