@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def comparisons(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The comparisons of a run of all strategies in both phases."""
     out = tmp_path_factory.mktemp("bench")
-    given = ("--batch-sizes", 64, "--questions-per-image", 4, "--threads", 1, "--out", out)
+    given = ("--batch-sizes", 16, "--questions-per-image", 4, "--threads", 1, "--out", out)
     return report_of(measure(*given), out, "engine")
 
 

@@ -146,15 +146,6 @@ def test_the_page_of_answers_names_what_applies_and_other_models_without_types(q
         assert absent not in page
 
 
-def test_several_models_are_columns_of_one_table(questions: Path, tmp_path: Path):
-    for name, text in (("a", "red\n2\nyes\n"), ("b", "red\n3\nno\n")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    result = iep_eval("--answers", tmp_path / "a.txt", "--questions", questions, "--against", "b", tmp_path / "b.txt")
-    assert result.exit_code == 0, result.output
-    lines = {line[:15].strip(): line.split()[-2:] for line in result.output.splitlines()}
-    assert lines["overall"] == ["33.3", "100.0"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "given", "message"),
     [

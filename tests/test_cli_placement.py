@@ -119,10 +119,10 @@ def test_what_cannot_be_placed_is_an_error_before_a_run_begins(given, words, dat
 
 @HAS_TRITON
 def test_training_and_evaluation_by_kernels_are_those_of_calls(data, tmp_path) -> None:
-    how = ("--data", data, "--device", "cpu", "iterations=1", "batch_size=4", "num_val_samples=4")
+    how = ("--data", data, "--device", "cpu", "iterations=1", "batch_size=2", "num_val_samples=2")
     for execution in ("calls", "triton"):
         train(tmp_path / execution, "--model", "ee", *how, "--execution", execution)
-        given = ("--data", data, "--device", "cpu", "--execution", execution, "--num-samples", 4)
+        given = ("--data", data, "--device", "cpu", "--execution", execution, "--num-samples", 2)
         result = iep_eval("--ee", tmp_path / "calls", "--out", tmp_path / f"{execution}-eval", *given)
         assert result.exit_code == 0, result.output
     assert yaml.safe_load((tmp_path / "triton" / "config.yaml").read_text())["execution"] == "triton"

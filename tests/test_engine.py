@@ -12,7 +12,6 @@ import torch
 from batching_cases import assert_same, quick, results
 from device_cases import DEVICES, HAS_TRITON, ONE_GPU
 from engine_cases import (
-    BINARY,
     DEVICE_LISTS,
     ENGINES,
     FULL_SIZE,
@@ -20,7 +19,6 @@ from engine_cases import (
     MANY_BL,
     PROGRAMS_BL,
     TOKENS,
-    UNARY,
     features,
     placed_copy,
     programs,
@@ -54,7 +52,7 @@ def on_cpu(values):
 @pytest.mark.parametrize("devices", [("cpu",), *DEVICE_LISTS])
 @pytest.mark.parametrize("name", ENGINES)
 @given(data=st.data(), seed=st.integers(0, 2**16))
-@settings(quick, max_examples=8)
+@settings(quick, max_examples=6)
 def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_and_all_gradients(
     name, devices, data, seed
 ):
@@ -90,7 +88,7 @@ def test_tritons_kernels_match_the_reference_on_logits_and_all_gradients(name, d
     assert_same(on_cpu(found), expected, 1e-4)
 
 
-FROZEN = [("stem",), ("classifier",), ("count", "greater_than"), (*UNARY, *BINARY, "scene")]
+FROZEN = [("stem",), ("count", "greater_than")]
 
 
 @pytest.mark.parametrize(("name", "execution"), [("vector", "calls"), pytest.param("iep", "triton", marks=HAS_TRITON)])
@@ -109,7 +107,7 @@ def test_frozen_parts_have_no_gradients_and_the_others_those_of_the_reference(na
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "vector"])  # whose weights have no worker
 @given(data=st.data(), sharing=st.booleans(), workers=st.integers(1, 3), seed=st.integers(0, 2**16))
-@settings(quick, max_examples=12)
+@settings(quick, max_examples=8)
 def test_a_plan_with_stem_and_classifier_matches_the_reference_on_logits_and_all_gradients(
     name, data, sharing, workers, seed
 ):
@@ -175,19 +173,6 @@ def test_in_bfloat16_all_devices_compute_in_it_and_match_the_reference_to_its_pr
     assert torch.bfloat16 in dtypes
     assert name == "tbd" or set(dtypes) == {torch.bfloat16}
     assert_same(on_cpu(actual), expected, 0.03)
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_in_bfloat16_an_engine_without_a_stem_computes_in_it_too(execution):
-    sizes = {"stem": "none", "module_dim": 5}
-    engine, features_BCHW = small_engine(torch.float32, **sizes), features(len(PROGRAMS_BL), torch.float32)
-    plan = engine.plan(PROGRAMS_BL, execution=execution)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = results(lambda x: engine.reference(x, PROGRAMS_BL).float(), engine, features_BCHW)
-        actual = results(lambda x: engine(x, plan).float(), engine, features_BCHW)
-    # A rounded value that changes its sign before a ReLU changes single gradients by much.
-    assert_same({"output": actual["output"]}, {"output": expected["output"]}, 0.03)
-    assert [value is None for value in actual.values()] == [value is None for value in expected.values()]
 
 
 # Placements
@@ -267,26 +252,6 @@ def maps_alive():
     shapes = {(3, 3, 4), (3, 4, 3), (36,)}
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return {id(each) for each in alive if tuple(each.shape[1:]) in shapes}
-
-
-@pytest.fixture
-def without_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_steps_leave_nothing_behind_that_only_the_collector_of_cycles_would_free(name, execution, without_collector):
-    engine, counts = small_engine(torch.float32, **ENGINES[name]), []
-    plan = engine.plan(PROGRAMS_BL[:1], execution=execution)
-    for _ in range(4):
-        engine.zero_grad(set_to_none=True)
-        engine(torch.randn(1, 5, 3, 4), plan, defer_weight_grads=True).sum().backward()
-        counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-    assert counts[1] == counts[3]
 
 
 @pytest.mark.parametrize("frozen", [(), ("stem",)])

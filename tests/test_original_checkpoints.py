@@ -15,7 +15,7 @@ import pytest
 import torch
 from batching_cases import quick
 from click.testing import Result
-from evaluate_cases import evaluate, iep_eval
+from evaluate_cases import evaluate
 from hypothesis import example, given, settings
 from original_cases import (
     WIDE,
@@ -417,17 +417,6 @@ def test_a_file_that_does_not_fit_itself_is_one_line(name: str, content: dict[st
         load_network(write(tmp_path / "old.pt", content), name, VOCAB, CPU)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 700
-
-
-def test_a_file_for_another_vocabulary_or_other_features_is_one_line_of_the_command(data: Path, tmp_path: Path):
-    held = vocab()
-    index = held["question_token_to_idx"]
-    held["question_token_to_idx"] = {word.replace("red", "crimson"): place for word, place in index.items()}
-    path = write(tmp_path / "old.pt", generator_file() | {"vocab": held})
-    result = iep_eval("--pg", path, "--data", data, "--workers", 0)
-    assert_one_error(result, f"{path}: trained with another vocabulary", "'crimson' there and 'red' in the data")
-    wide = write(tmp_path / "wide.pt", engine_file(feature_dim=(CHANNELS, 6, 6)))
-    assert_one_error(iep_eval("--ee", wide, "--data", data, "--workers", 0), "the engine is made for (3, 6, 6)")
 
 
 def test_a_run_cannot_be_resumed_from_a_file_of_the_originals(data: Path, tmp_path: Path):

@@ -10,15 +10,10 @@ import h5py
 import numpy as np
 import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
-from click.testing import CliRunner
 from features_cases import PATCHES, RESNET
 from features_cases import run as preprocess
-from tiny_data import tiny, write_h5
+from tiny_data import write_h5
 
-from iep.cli.evaluate import main as iep_eval
-from iep.cli.preprocess import main
-from iep.cli.synth import main as iep_synth
-from iep.cli.train import main as iep_train
 from iep.vocab import Vocab
 
 
@@ -139,24 +134,6 @@ def test_the_vocabulary_of_clevr_comes_with_the_package(clevr, out, tmp_path, mo
     run(clevr, "--out", out, "--vocab", "clevr")
     assert Vocab.load(out / "vocab.json") == Vocab.clevr()
     assert run(clevr, "--out", out, "--vocab", "clevr").count("already done") == 4
-
-
-def test_a_synthetic_data_set_too_small_to_hold_every_token_is_trained_and_evaluated_on(out, tmp_path):
-    synthetic, run_directory = tmp_path / "synthetic", tmp_path / "run"
-    sizes = ("--train", 3, "--val", 3, "--test", 1, "--questions-per-image", 4)
-    commands = [
-        (iep_synth, synthetic, "--preset", "mini", "--width", 60, "--height", 40, *sizes),
-        (main, synthetic, "--out", out, "--backbone", "patches", "--patch-size", 1, "--workers", 0),
-        (iep_train, "--model", "ee", "--data", out, "--out", run_directory, *tiny("ee"), "iterations=1"),
-        (iep_eval, "--ee", run_directory, "--data", out, "--workers", 0),
-    ]
-    for command, *arguments in commands:
-        result = CliRunner().invoke(command, [str(argument) for argument in arguments])
-        assert result.exit_code == 0, result.output
-    train, val = (read(out / f"{split}_questions.h5")["answers"].tolist() for split in ("train", "val"))
-    assert set(val) - set(train)
-    answers = Vocab.load(out / "vocab.json").answer
-    assert [answer for answer in answers if answer.isdigit()] == ["0", "1", "2", "3"]  # of at most three objects
 
 
 @pytest.mark.parametrize(

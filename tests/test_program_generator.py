@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import torch
 from device_cases import DEVICES
+from sequence_cases import QUESTIONS, gradients, pad_rows, random_rows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from torch.nn.utils.rnn import pad_sequence
 
 from iep.models.build import build
 from iep.program_generator.decode import beam, greedy, sample
@@ -30,16 +30,6 @@ def make_model(seed: int = 0, **kwargs: int) -> Seq2Seq:
         for parameter in model.parameters():
             parameter.mul_(3)
     return model
-
-
-def pad_rows(rows: list[list[int]]) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=NULL)
-
-
-def random_rows(count: int, num_tokens: int, longest: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest - 1, (count,), generator=generator).tolist()
-    return [[START, *torch.randint(3, num_tokens, (n,), generator=generator).tolist(), END] for n in lengths]
 
 
 def naive_lstm_step(rnn: nn.LSTM, x: Tensor, state: LayerStates) -> LayerStates:
@@ -79,12 +69,6 @@ def naive_logits(model: Seq2Seq, question: list[int], program: list[int]) -> Ten
     return torch.stack(logits)
 
 
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-
-
-QUESTIONS = random_rows(7, 9, 9, seed=1)
 PROGRAMS = random_rows(7, 8, 8, seed=2)
 
 

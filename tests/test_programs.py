@@ -141,21 +141,6 @@ def test_the_tree_is_the_one_that_the_engine_walks(tokens):
     assert nested(0) == expected
 
 
-@given(st.lists(st.sampled_from(WORDS), max_size=12))
-@settings(quick)
-def test_nodes_are_in_prefix_order_and_post_order_has_arguments_first(tokens):
-    tree = program_tree(tokens)
-    for number, node in enumerate(tree.nodes):
-        assert all(argument > number for argument in node.arguments)
-        assert all(tree.nodes[argument].depth == node.depth + 1 for argument in node.arguments)
-    place = {number: index for index, number in enumerate(tree.post_order)}
-    assert sorted(place) == list(range(len(tree.nodes)))
-    for number, node in enumerate(tree.nodes):
-        places = [place[argument] for argument in node.arguments]
-        assert places == sorted(places)
-        assert all(before < place[number] for before in places)
-
-
 @pytest.mark.parametrize(
     ("text", "unused", "lines", "ignored"),
     [

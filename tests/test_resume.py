@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import Result
 from killing import MEASURED, run_parts
 from tiny_data import assert_one_error, newest, tiny, tiny_config
@@ -56,12 +55,9 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     "settings",
     [
         ("model=ee", "engine.stem_norm=true", "warmup=3", "decay=cosine", "curriculum=[[0, 5], [3, 99]]"),
-        ("model=ee", "precision=bfloat16", "workers=2", "clip_gradients=1"),
-        ("model=ee", "engine.modules=tbd", "attention_penalty=0.001", "workers=1", "defer_weight_grads=true"),
+        ("model=ee", "engine.modules=tbd", "workers=1", "defer_weight_grads=true", "clip_gradients=1"),
         ("model=pg", "generator.dropout=0.5", "generator.num_layers=2", "weight_decay=0.1"),
-        ("model=lstm", "lstm.dropout=0.5", "lstm.num_layers=2", "precision=bfloat16"),
-        ("model=cnn-lstm", "cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true", "questions_per_image=2"),
-        ("model=cnn-lstm-sa", "cnn_lstm_sa.classifier_dropout=0.5", "precision=bfloat16", "freeze=rnn"),
+        ("model=cnn-lstm", "cnn_lstm.classifier_norm=true", "precision=bfloat16", "freeze=rnn"),
         ("model=joint", "temperature=2"),
     ],
 )
@@ -70,7 +66,7 @@ def test_a_run_stopped_everywhere_gives_the_bits_of_an_unbroken_one(data, parts,
     assert go(tmp_path / "unbroken", data, *settings).exit_code == 0
 
     stops += [("step", n) for n in range(1, LENGTH + 1)] + [("validation", n) for n in (2, 4, LENGTH)]
-    if "workers=2" in settings:  # which take long to start
+    if "workers=1" in settings:  # which take long to start
         stops[:] = [("step", 1), ("validation", 2), ("step", 4)]
     for left in range(len(stops), 0, -1):
         result = go(tmp_path / "stopped", data, *settings)
@@ -224,14 +220,6 @@ def test_the_best_checkpoint_of_another_run_is_refused(data: Path, tmp_path: Pat
     assert_one_error(result, f"{tmp_path / 'run' / BEST}: belongs to another run than step-5.pt: {words}")
 
 
-OUT_OF_MEMORY = [
-    MemoryError(),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
-]
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     ("method", "words"),
     [
@@ -240,10 +228,10 @@ OUT_OF_MEMORY = [
     ],
 )
 def test_memory_that_runs_out_is_one_line_with_the_setting_that_helps(
-    data: Path, tmp_path: Path, monkeypatch, method: str, words: str, error: Exception
+    data: Path, tmp_path: Path, monkeypatch, method: str, words: str
 ):
     def greedy(self: object, batch: Batch) -> Tensor:
-        raise error
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")
 
     monkeypatch.setattr(f"iep.training.tasks.Task.{method}", greedy)
     assert_one_error(go(tmp_path / "run", data, "model=lstm"), f"cpu: not enough memory for {words}")
