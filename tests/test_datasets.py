@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 import h5py
@@ -299,16 +299,3 @@ def test_verify_finds_damage_in_a_finished_file_and_overwrite_makes_it_anew(clev
     assert path.read_bytes() == damaged
     preprocess(clevr, out, "--verify", "--overwrite")
     assert path.read_bytes() == sound
-
-
-def test_a_row_is_checked_once_by_all_processes_that_share_its_features(out: Path):
-    path = out / "train_features.h5"
-    features, questions = Features(path), read_questions(out / "train_questions.h5", Vocab.load(out / "vocab.json"))
-    values = features.read(np.array([2]))
-    content = path.read_bytes()
-    begin = content.index(values.numpy().tobytes())
-    path.write_bytes(flip(content, 8 * begin + np.array([77, 77 + 8 * features.row_bytes])))  # rows 2 and 3
-    batches = iter(sequential_batches(ClevrDataset(questions, features), 2, Loading(workers=1)))
-    assert [batch.image_rows.tolist() for batch in islice(batches, 3)] == [[0, 0]] * 3  # of images 0, 1 and 2
-    with pytest.raises(InputError, match="row 3 is damaged, its checksum differs; iep-preprocess --verify --overwrite"):
-        next(batches)

@@ -83,17 +83,14 @@ def read_rows(path: Path) -> list[tuple[int | None, str]]:
     Raises:
         InputError: the file is missing or not of its format, or a row has no answer (names the row).
     """
+    found = []
     with reading(path, "a file of answers"):
-        rows = _parsed(path)
-        try:
-            return [_row(row) for row in rows]
-        except InputError:
-            for number, row in enumerate(rows, 1):
-                try:
-                    _row(row)
-                except InputError as error:
-                    raise InputError(f"row {number}: {error}") from None
-            raise
+        for number, row in enumerate(_parsed(path), 1):
+            try:
+                found.append(_row(row))
+            except InputError as error:
+                raise InputError(f"row {number}: {error}") from None
+    return found
 
 
 def _parsed(path: Path) -> list[Any]:
