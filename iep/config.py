@@ -337,7 +337,8 @@ def read_config(
     """Return `base`, or the defaults if it is None, with the settings of `given_settings` in place of its own.
 
     Raises:
-        InputError: as `given_settings` and `update`.
+        InputError: the file is missing or not a YAML mapping, an assignment is not of the form `key=value`, a key is
+            unknown, or a value has the wrong type or is out of range.
     """
     return overridden(base or Config(), given_settings(file, assignments, overrides))
 
@@ -394,7 +395,7 @@ def overridden(config: Config, given: Given) -> Config:
     """Return `config` with the given settings in place of its own.
 
     Raises:
-        InputError: as `update`.
+        InputError: a key is unknown, or a value has the wrong type or is out of range.
     """
     for source, name, value in given:
         for part in reversed(name.split(".")):
@@ -424,18 +425,18 @@ def only_used(config: Config) -> Config:
     return update(Config(), settings_of(config), "only used")
 
 
-def check_used(config: Config, asked: Collection[str] = ()) -> None:
-    """Check that the model uses every setting that differs from its default, or whose dotted name is in `asked`.
+def check_used(config: Config, given: Collection[str] = ()) -> None:
+    """Check that the model uses every setting that differs from its default, or whose dotted name is in `given`.
 
     Raises:
         InputError: the model does not use some; the message names all of them.
     """
     used, defaults = flat(settings_of(config)), flat(to_dict(Config()))
-    asked = [name for name in asked if name not in PLACES]
+    given = [name for name in given if name not in PLACES]
     unused = [
         f"{name} is {value}"
         for name, value in flat(to_dict(config)).items()
-        if name not in used and (value != defaults.get(name) or name in asked)
+        if name not in used and (value != defaults.get(name) or name in given)
     ]
     if unused:
         how = " asynchronously" if config.asynchronous else ""

@@ -160,7 +160,8 @@ def program_graph(
         input_B: the input slot of each program, counted from 0 without gaps; None if program b has slot b.
 
     Raises:
-        ValueError: the vocabulary has no `scene`, or as `graph_from_prefix`.
+        ValueError: the vocabulary has no `scene`, `programs_BL` is not a matrix of integers, or a token is outside the
+            vocabulary.
     """
     scene = scene_index(program_tokens)
     return graph_from_prefix(programs_BL, arities(program_tokens), scene, START, NULL, scene_is_input, input_B)

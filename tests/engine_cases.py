@@ -167,7 +167,6 @@ def programs_for(tokens: Sequence[str]) -> st.SearchStrategy[np.ndarray]:
 any_programs = programs_for(TOKENS)
 
 DEVICE_LISTS = [
-    ("cpu", "cpu"),
     ("cpu", "cpu", "cpu"),
     pytest.param(("cpu", "cuda:0"), marks=ONE_GPU),
     pytest.param(("cuda:0", "cpu"), marks=ONE_GPU),

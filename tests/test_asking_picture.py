@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from PIL import Image
 from tiny_data import assert_one_error, files_no_larger_than
 
-from iep.asking.picture import USUAL, arrange, fonts_for, lit, tree_columns, wrapped
+from iep.asking.picture import arrange, lit, tree_columns
 from iep.programs import program_tree
 
 WIDE = (
@@ -48,18 +48,6 @@ def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked,
     assert found.count("%") == 4
 
 
-@pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
-def test_a_picture_is_the_same_bytes_every_time(asked, tmp_path, kind):
-    one, other = tmp_path / f"one.{kind}", tmp_path / f"other.{kind}"
-    for path in (one, other):
-        answered(*asked, "--program", "count scene", "--draw", path)
-    assert one.read_bytes() == other.read_bytes()
-    assert len(one.read_bytes()) > 5000
-    if kind == "png":
-        with Image.open(one) as picture:
-            assert min(picture.size) > 300
-
-
 def test_the_gradient_shows_other_places_than_the_norm(asked, tmp_path):
     for saliency in ("norm", "gradient"):
         answered(*asked, "--program", WIDE, "--draw", tmp_path / f"{saliency}.svg", "--saliency", saliency)
@@ -82,28 +70,6 @@ def test_long_and_wide_programs_about_images_of_any_shape_are_drawn(asked, tmp_p
         assert picture.height > 2000
 
 
-def test_of_many_unknown_words_some_are_named_and_the_rest_counted(asked, tmp_path):
-    question = " ".join(f"zz{number}" for number in range(150))
-    output = answered(*asked, "--program", "count scene", "--question", question, "--draw", tmp_path / "a.svg")
-    answered(*asked, "--program", "count scene", "--question", question, "--draw", tmp_path / "a.png")
-    assert output.count("is not in the vocabulary") == 10
-    assert "\n  and 140 more words are read as <UNK>\n" in output
-    assert "and 140 more" in texts(tmp_path / "a.svg")
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.height < 2000
-
-
-def test_a_program_of_hundreds_of_functions_is_answered_and_not_drawn(asked, tmp_path):
-    tokens = ["scene"]
-    for _ in range(7):
-        tokens = ["union", *tokens, *tokens]  # not deep: numbers would grow too large
-    program = " ".join(["count", *tokens])
-    result = iep_ask(*asked, "--program", program, "--draw", tmp_path / "a.png")
-    assert result.stdout == answered(*asked, "--program", program)
-    assert_one_error(result, "a program of 256 functions is not drawn, expected 200 at most")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_picture_that_is_not_written_whole_leaves_the_earlier_one(asked, tmp_path):
     path = tmp_path / "a.png"
     path.write_text("before")
@@ -119,15 +85,6 @@ def test_a_map_is_drawn_in_its_own_cells():
         cell = pixels_HW3[15 * row : 15 * row + 15, 20 * column : 20 * column + 20].reshape(-1, 3)
         assert (cell == cell[0]).all()
         assert (value == 0) == np.allclose(cell[0], 128 / 255)
-
-
-def test_attentions_are_drawn_and_the_picture_says_so(asked, tmp_path):
-    data = sample_data(tmp_path / "data")
-    ee = trained(data, "ee", tmp_path / "ee", 3, "--modules", "tbd")
-    path = tmp_path / "a.svg"
-    answered("--ee", ee, *asked[2:], "--program", "count filter_color[red] scene", "--draw", path)
-    assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 5
-    assert "each function's attention, or the one that it reads" in texts(path)
 
 
 # Arrangement
@@ -179,26 +136,11 @@ def test_arguments_stand_in_order_below_the_middle_of_what_takes_them(tokens):
             assert abs((places[0] + places[-1]) / 2 - column) < 1e-9
 
 
-@given(st.text(alphabet="ab ", max_size=80), st.floats(0.2, 3.0))
-@settings(quick)
-def test_wrapped_lines_fit_and_hold_every_letter(text, most):
-    lines = wrapped(text, most, width)
-    assert all(width(line) <= most for line in lines)
-    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-    assert all(lines)
-
-
 # Fonts
 
 
 RARE, NOWHERE = "\u24b6", "\U0010abcd"
 """A character that the usual font lacks and another of matplotlib's has; one for private use."""
-
-
-def test_what_the_usual_font_lacks_is_drawn_in_another_that_has_it():
-    assert fonts_for("Gr\u00f6\u00dfe \u0416?\t") == ([USUAL], "")
-    fonts, missing = fonts_for(f"a {RARE}")
-    assert (fonts[0], len(fonts), missing) == (USUAL, 2, "")
 
 
 def test_a_character_of_no_font_is_named_and_those_of_another_font_are_not(asked, tmp_path: Path):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import assert_same, quick
+from columns_cases import COUNT, JOIN, LIFT, SPLIT, inputs_of, typed_graphs
 from hypothesis import given, settings
-from test_batching_columns import COUNT, JOIN, LIFT, SPLIT, inputs_of, typed_graphs
 from torch import nn
 
 from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask, staleness_bound

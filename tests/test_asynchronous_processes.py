@@ -51,7 +51,7 @@ def one_at_a_time() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_instance_at_a_time_with_updates_when_drained_equals_execute_with_one_optimiser(size: int):
-    together(one_at_a_time, world_size=size)
+    assert together(one_at_a_time, world_size=size) == [None] * size
 
 
 def several_in_flight() -> list[tuple]:

@@ -91,16 +91,12 @@ CONVOLUTION = {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "padding":
     ("run", "layer", "shape"),
     [
         (recurrent, lambda: Linear(4, 4), (5, 4)),
-        (recurrent, lambda: Linear(4, 4), (4,)),
         (recurrent, lambda: nn.Sequential(nn.Linear(4, 4), Linear(4, 4)), (5, 4)),  # whose first layer is PyTorch's
         (recurrent, lambda: Linear(4, 4, bias=False), (2, 3, 4)),
         (recurrent, lambda: Conv2d(**CONVOLUTION), (2, 4, 5, 3)),
-        (recurrent, lambda: Conv2d(**CONVOLUTION), (4, 5, 3)),
         (recurrent, lambda: Conv2d(**CONVOLUTION, bias=False, groups=2), (2, 4, 5, 3)),
-        (recurrent, lambda: Conv2d(**CONVOLUTION | {"padding": "same"}), (2, 4, 5, 3)),
         (recurrent, lambda: Conv2d(**CONVOLUTION, padding_mode="circular"), (2, 4, 5, 3)),
         (recurrent, lambda: Conv2d(**CONVOLUTION | {"padding": (2, 1), "dilation": (2, 1)}), (2, 4, 5, 3)),
-        (recurrent, lambda: nn.Sequential(Linear(4, 3), Linear(3, 4)), (5, 4)),
         (under_autocast, lambda: Conv2d(**CONVOLUTION), (3, 4, 5, 5)),
         (of_several_sizes, lambda: Conv2d(**CONVOLUTION), (2, 4, 6, 6)),
         (of_a_frozen_weight, lambda: Linear(4, 4), (2, 4)),
@@ -116,11 +112,9 @@ CONVOLUTION = {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "padding":
         ),
     ],
 )
-@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
-def test_deferred_gradients_equal_ordinary_ones(run, layer, shape, dtype, relative):
+def test_deferred_gradients_equal_ordinary_ones(run, layer, shape):
     torch.manual_seed(0)
-    layer = layer().to(dtype)
-    inputs = torch.randn(shape, dtype=dtype)
+    layer, inputs, relative = layer().double(), torch.randn(shape, dtype=torch.float64), 1e-9
     if run in (under_autocast, partly_under_autocast, with_a_weight_computed_for_each_call):
         layer, inputs, relative = layer.float(), inputs.float(), 0.03
     expected = results(lambda x: run(layer, x), layer, inputs)

@@ -79,7 +79,7 @@ def one_by_one(tokens_BL, modules, inputs, leaf_is_input=False, input_B=None):
     op_groups=st.booleans(),
     seed=st.one_of(st.none(), st.integers(0, 2**16)),
 )
-@settings(quick, max_examples=80)
+@settings(quick, max_examples=50)
 def test_every_run_equals_the_reference_on_outputs_and_all_gradients(
     tokens_BL, precision, leaf_is_input, examples_an_input, sharing, defer, op_groups, seed
 ):
@@ -241,10 +241,8 @@ def test_a_module_that_changes_a_slice_of_its_column_in_place_is_an_error():
         ([], {}, torch.zeros(0, 3), "no roots: an empty minibatch cannot be run"),
         ([[LEAF]] * 2, MODULES, torch.zeros(3, 3), "3 inputs in column 0, expected 2"),
         ([[UNARY_A, LEAF]] * 2, {UNARY_A: lambda x: x[:1]}, torch.zeros(2, 3), r"op 6 returned \(1, 3\), expected \(2"),
-        ([[UNARY_A, LEAF]] * 2, {UNARY_A: lambda x: x[:, :1]}, torch.zeros(2, 3), r"\(2, 1\), expected \(2, 3"),
         ([[UNARY_A, LEAF]], {UNARY_A: lambda x: (x, x)}, torch.zeros(1, 3), "op 6 returned 2 tensors, expected 1"),
         ([[UNARY_A, LEAF]], {UNARY_A: lambda x: None}, torch.zeros(1, 3), "op 6 returned NoneType, expected a tensor"),
-        ([[UNARY_A, LEAF]], {UNARY_A: lambda x: {"x": x}}, torch.zeros(1, 3), "op 6 returned dict, expected a tensor"),
         (
             [[UNARY_A, LEAF]],
             {UNARY_A: lambda x: x + 0.5},
@@ -262,19 +260,11 @@ def test_inputs_and_results_that_do_not_fit_the_plan_are_errors(rows, modules, i
 GRAPH = images_graph([[UNARY_A, UNARY_A, LEAF]] * 2)
 
 
-def test_a_schedule_can_be_written_by_hand():
-    schedule = tuple(Group(UNARY_A, np.array(nodes)) for nodes in ([2], [0, 3], [1]))
-    out = execute(make_plan(GRAPH, schedule), {UNARY_A: lambda x: -2 * x}, torch.tensor([[1.0], [2.0]]))
-    assert out.tolist() == [[4.0], [8.0]]
-
-
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
         ([[0, 1, 2, 3]], "before its arguments"),
-        ([[1], [0], [2], [3]], "before its arguments"),
         ([[0], [1], [2]], "a schedule of 3 nodes for a graph of 4, expected each once"),
-        ([[0], [1], [2, 3], [3]], "a schedule of 5 nodes"),
         ([[0], [1], [2], [2]], "expected each once"),
     ],
 )
@@ -329,9 +319,3 @@ def test_backward_passes_that_end_early_or_run_within_another_leave_each_other_a
         gradients = {name: parameter.grad for name, parameter in modules.named_parameters()}
         found.append({"partial": partial[0], **gradients})
     assert_same(found[1], found[0], 1e-9)
-
-
-def test_the_inputs_gradient_keeps_no_other_rows_alive():
-    inputs = torch.randn(2, 3, requires_grad=True)
-    execute(plan_of(images_graph([[UNARY_A, LEAF]] * 2)), {UNARY_A: lambda x: 2 * x}, inputs).sum().backward()
-    assert inputs.grad.untyped_storage().nbytes() == inputs.untyped_storage().nbytes()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from iep.bench.compare import Benchmark, Case, Competitor, compare, run_benchmark, short, spread, table
+from iep.bench.compare import Benchmark, Case, Competitor, compare, run_benchmark, table
 from iep.runtime.signals import Stopped, handled
 
 
@@ -44,13 +44,6 @@ def test_speeds_and_ratios_of_a_row_follow_from_its_times():
     assert rows[1]["facts"] == {"calls": 7}
 
 
-def test_a_limit_that_no_timer_resolves_has_no_ratios():
-    case = Case({}, 1, [competitor("slow", {"run": 1.0}), competitor("limit", {"run": 5e-7})], "slow")
-    rows = compare(case, 1, 0)
-    assert [(row["speedup"], row["share_of_limit"]) for row in rows] == [(1.0, None), (None, None)]
-    assert "of limit" not in table(case, rows, "tree")
-
-
 def test_a_competitor_that_runs_out_of_memory_is_left_out_with_the_reason():
     def too_large() -> dict[str, float]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nand more lines")
@@ -68,13 +61,6 @@ def test_a_slow_competitor_stops_after_three_rounds_and_a_quick_one_after_all(ma
     assert row["seconds"]["a"]["repeats"] == rounds
 
 
-def test_the_spread_is_median_and_quartiles():
-    assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3, "lower": 2, "upper": 4, "repeats": 5}
-    assert spread([7.0]) == {"median": 7, "lower": 7, "upper": 7, "repeats": 1}
-    found = spread([0.9872592010330129, 0.987259201033013])  # almost equal
-    assert found["lower"] <= found["median"] <= found["upper"]
-
-
 def test_a_table_has_one_line_for_each_row_and_no_empty_column():
     facts = {"calls": 3, "bound": None, "in the JSON file alone": [1, 2]}
     rows = [competitor("a", {"run": 0.001}, facts=lambda: facts), competitor("b", {"run": 0.5})]
@@ -84,11 +70,6 @@ def test_a_table_has_one_line_for_each_row_and_no_empty_column():
     assert heading.split() == ["strategy", "calls", "run", "trees/s", "quartiles", "speed-up"]
     assert first.split() == ["a", "3", "1", "8000", "8000-8000", "500.00x"]
     assert second.split() == ["b", "-", "500", "16", "16-16", "1.00x"]
-
-
-def test_numbers_are_shown_with_four_digits():
-    values = (None, "x", 0.012346, 86.75, 12345, 228900, 4.1e9)
-    assert [*map(short, values)] == ["-", "x", "0.01235", "86.75", "12345", "228.9k", "4.1G"]
 
 
 def test_an_interruption_leaves_whole_files_of_what_was_measured(tmp_path: Path):

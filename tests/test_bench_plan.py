@@ -60,20 +60,6 @@ def test_shared_nodes_have_one_name() -> None:
     assert sorted(nodes) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "1.5", "1.6"]
 
 
-def test_programs_of_attention_modules_are_shown_as_they_run() -> None:
-    programs = ["exist same_size unique filter_color[red] scene", "greater_than count scene count relate[left] scene"]
-    given = ["--program", programs[0], "--program", programs[1], "--program", programs[1], "--questions-per-image", 3]
-    result = iep_bench("plan", "--modules", "tbd", *given)
-    assert result.exit_code == 0, result.output
-    assert "example 0: exist same_size filter_color[red] scene\n" in result.stdout
-    assert "example 2: greater_than count scene count relate[left] scene\n" in result.stdout
-    (calls,) = calls_of(result.stdout).values()
-    nodes = {node for _, _, nodes in calls for node in nodes}
-    assert nodes == {"0.0", "0.1", "0.2", "1.0", "1.1", "1.3", "1.4"}, "those of the third are the second's"
-    placed = iep_bench("plan", "--modules", "tbd", *given, "--placement", "round-robin", "--devices", "cpu,cpu")
-    assert "attentions of 784 bytes" in placed.stdout
-
-
 def test_preprocessed_programs_are_shown(data: Path) -> None:
     result = iep_bench("plan", "--data", data, "--num-samples", 3, "--batching", "standard")
     programs = [line.partition(": ")[2] for line in result.stdout.splitlines() if line.startswith("example")]

@@ -12,11 +12,10 @@ from batching_cases import assert_same, quick, with_gradients
 from bench_cases import laboratory, report_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_data import IMAGES, TRAIN, arrays, assert_one_error, tiny, write_data
+from tiny_data import assert_one_error, tiny
 
-from benchmarks import dynet, experts, loader, processes
+from benchmarks import dynet, experts
 from benchmarks.experts import BATCHED, HAND, ONE_BY_ONE, Experts, uniform_experts, ways_to_run
-from benchmarks.limit import arithmetic_limit
 from benchmarks.networks import (
     LEVELS,
     PACKED,
@@ -24,8 +23,6 @@ from benchmarks.networks import (
     Network,
     binary_network,
     child_sum_network,
-    levels_of,
-    minibatches_of,
     tagger_network,
     tree_fc_network,
 )
@@ -33,7 +30,6 @@ from benchmarks.tagger import Tagger, wikiner_like
 from benchmarks.tree_networks import BinaryTreeLSTM, TreeFC
 from benchmarks.trees import Tree, complete_trees, sick_like, sst_like
 from iep.batching.schedulers import SCHEDULERS
-from iep.bench.compare import compare
 from iep.bench.strategy import parse_strategies
 
 WORDS, TAGS, LETTERS = 20, 9, 5
@@ -50,9 +46,7 @@ def sentences(count: int, rng: np.random.Generator) -> list:
 
 SAMPLES: dict[str, tuple[Callable[..., Network], Callable[[np.random.Generator], list]]] = {
     "binary": (binary_network, lambda rng: [*sst_like(9, WORDS, rng), LONE]),
-    "lone leaves": (binary_network, lambda rng: [LONE, LONE]),
     "child-sum": (child_sum_network, lambda rng: sick_like(5, WORDS, rng)),
-    "full of 2": (tree_fc_network, lambda rng: complete_trees(3, 2, WORDS, rng)),
     "full of 7": (tree_fc_network, lambda rng: complete_trees(3, 7, WORDS, rng)),
     "tagger": (tagger_network, lambda rng: sentences(7, rng)),
 }
@@ -80,7 +74,6 @@ def test_every_way_computes_the_same_loss_and_gradients(name: str):
 MODELS = {
     "binary Tree-LSTM": (lambda: BinaryTreeLSTM(WORDS, width=4), lambda n, rng: sst_like(n, WORDS, rng)),
     "Tree-FC": (lambda: TreeFC(WORDS, width=4), lambda n, rng: sst_like(n, WORDS, rng)),
-    "tagger": (lambda: Tagger(WORDS, TAGS, None, 4, 3, 2), sentences),
     "tagger that spells": (lambda: Tagger(WORDS, TAGS, LETTERS, 4, 3, 2), sentences),
 }
 
@@ -98,19 +91,6 @@ def test_every_scheduler_sharing_and_deferral_equals_one_sample_at_a_time(name, 
     for scheduler in SCHEDULERS:
         found = model(model.plan(samples, scheduler, sharing), defer).flatten()
         assert_same(with_gradients({"output": found}, leaves), expected, 1e-9, none_is_zero=True)
-
-
-def test_a_level_holds_all_vertices_of_one_depth():
-    levels = levels_of([*complete_trees(3, 8, WORDS, np.random.default_rng(0)), LONE])
-    assert levels.leaves == [24, 0, 0, 1]
-    assert [order is None for order in levels.orders] == [True, True, True, False]
-
-
-def test_minibatches_of_each_size_are_drawn_from_all_samples():
-    samples = list(range(70))
-    made = {size["batch"]: minibatches for size, minibatches in minibatches_of(samples, (70, 1, 16, 64))}
-    assert {size: len(minibatches) for size, minibatches in made.items()} == {1: 64, 16: 4, 64: 1, 70: 1}
-    assert made[16][1] == samples[16:32]
 
 
 @pytest.mark.parametrize(
@@ -133,16 +113,6 @@ def test_every_way_is_measured_in_its_phases(command: str, given: tuple, hand: s
         assert height["facts"]["ratio"] == pytest.approx(each["cells"] / height["facts"]["calls"])
         assert set(height["seconds"]) == {"construction", "computation", "total"}
         assert each["rows"][-1]["share_of_limit"] in (1, None)
-
-
-def test_pairs_are_measured_one_after_the_other_and_in_a_lazy_scope(tmp_path: Path):
-    given = ("--cell", "child-sum", "--batch-sizes", 33, "--batching", "height,lookahead+defer")
-    train, inference = report_of(laboratory("tree-lstm", *QUICK, *given, "--out", tmp_path), tmp_path, "tree-lstm")
-    operators = "lookahead+defer, operators"
-    assert [row["name"] for row in train["rows"]] == [PER_INSTANCE, "height", "lookahead+defer", operators, "limit"]
-    assert [row["name"] for row in inference["rows"]] == [PER_INSTANCE, "height", operators, "limit"]
-    calls = {row["name"]: row["facts"].get("calls") for row in train["rows"]}
-    assert calls["height"] < calls[operators] < 20 * train["cells"]
 
 
 SST, WIKINER = "(3 (2 good) (2 film))\n(1 (2 bad) (2 film))\n", "Paris|NNP|I-LOC is|VBZ|O\nis|VBZ|O nice|JJ|O\n"
@@ -202,23 +172,7 @@ def test_every_way_to_run_experts_gives_the_same_outputs_and_gradients(k: int, w
         assert_same(other, first, 1e-4, rounding=1e-5)
 
 
-def test_the_limit_is_the_longer_of_arithmetic_and_memory():
-    few, many = (arithmetic_limit(flop, 1 << 30).measure()["computation"] for flop in (1, 1e14))
-    assert 0 < few < many
-    assert arithmetic_limit(1e9).measure()["computation"] > 0
-
-
 # The loader and several processes
-
-
-def test_image_order_reads_every_question_once_and_random_order_every_image_once():
-    images = arrays(TRAIN)["image_idxs"]
-    rows = loader.order_rows(images, "image", [0])
-    assert sorted(rows.tolist()) == list(range(TRAIN))
-    assert images[rows].tolist() == sorted(images.tolist())
-    rows = loader.order_rows(images, "random", [0])
-    assert sorted(images[rows].tolist()) == list(range(IMAGES))
-    assert rows.tolist() != loader.order_rows(images, "random", [1]).tolist()
 
 
 def test_every_source_has_a_row_and_generated_data_are_removed(tmp_path: Path):
@@ -229,26 +183,6 @@ def test_every_source_has_a_row_and_generated_data_are_removed(tmp_path: Path):
     for each in comparisons:
         assert [row["name"] for row in each["rows"]] == names
         assert all(row["facts"]["GB/s"] > 0 and row["seconds"]["batch"]["repeats"] == 2 for row in each["rows"])
-
-
-def test_existing_data_are_measured_and_left_unchanged(tmp_path: Path):
-    data = write_data(tmp_path / "data", "float16")
-    before = {path: path.read_bytes() for path in data.iterdir()}
-    flags = ("--batch-size", 4, "--workers", 0, "--repeat", 1, "--features", "warm")
-    result = laboratory("loader", "--data", data, "--split", "train", *flags)
-    assert result.exit_code == 0, result.output
-    assert f"{TRAIN} questions about {IMAGES} images of {data}, split train" in result.output
-    assert {path: path.read_bytes() for path in data.iterdir()} == before
-
-
-def test_speeds_are_medians_of_runs_without_their_first_metrics(monkeypatch: pytest.MonkeyPatch):
-    runs = {1: [[1.0, 100.0, 110.0], [1.0, 90.0, 120.0]], 2: [[1.0, 150.0, 160.0], [1.0, 170.0, 180.0]]}
-    monkeypatch.setattr(processes, "train", lambda data, config, count, *_: runs[count].pop(0))
-    (case,) = processes.processes(Path(), Path(), (1, 2), 100, ()).cases
-    one, two = compare(case, 2, 3600)
-    assert (one["name"], two["name"]) == ("1 process", "2 processes")
-    speeds = [row["samples_per_second"]["median"] for row in (one, two)]
-    assert speeds == pytest.approx([105, 164.4], abs=0.1)
 
 
 def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
@@ -274,8 +208,6 @@ def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: p
     ("arguments", "words"),
     [
         (("loader", "--images", 3, "--data", "x"), "--images cannot go together with --data"),
-        (("loader", "--split", "val"), "--split needs --data"),
-        (("loader", "--features", "tape"), "'tape' is not one of"),
         (("moe", "--experts", "3,2", "--k", 3), "--k is 3, expected at most 2"),
         (("tagger", "--data", "x", "--words", 9), "cannot go together with --data"),
         (("tree-fc", "--batching", "lookahed"), "did you mean 'lookahead'"),

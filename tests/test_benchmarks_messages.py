@@ -15,10 +15,6 @@ from torch import nn
 from benchmarks import graphs as chemistry
 from benchmarks import messages
 from benchmarks.graphs import (
-    AFRAID,
-    DEVIATION,
-    IS,
-    MEAN,
     Deducer,
     PolarityRegressor,
     TypedGraph,
@@ -27,10 +23,8 @@ from benchmarks.graphs import (
     polarity,
 )
 from benchmarks.message_networks import (
-    DIGITS,
     ListReducer,
     SentimentTreeLSTM,
-    labels_of,
     list_reductions,
     sentiment_trees,
 )
@@ -50,9 +44,6 @@ from benchmarks.messages import (
     Split,
     Ungroup,
 )
-from benchmarks.trees import Tree
-from iep.asynchronous.drivers import run_virtual
-from iep.asynchronous.trainer import AsynchronousTrainer, Instance
 from iep.batching.execute import execute
 from iep.batching.plan import Read
 
@@ -150,24 +141,11 @@ def test_instances_of_equal_states_do_not_exchange_messages():
         ),
         (JOIN, [("join.1", [0], "a")], "node 'join', state 'a': only 1 messages have arrived"),
         (
-            JOIN,
-            [("join.1", [0], "a"), ("join.1", [1], "a")],
-            "node 'join', state 'a': several messages for one position",
-        ),
-        (
             {"next": Isu("again", lambda number: number + 1), "again": Phi("next")},
             [("next", [0], 0)],
             "node 'next', state 50: one of 101 messages of one instance, expected that loops end",
         ),
-        ({}, [("double", [0, 1], "a")], "node 'double', state 'a': 2 tensors, but op 0 reads 1"),
         ({"split": Split(("end", None))}, [("split", [0], "a")], "node 'split', state 'a': 1 tensors for 2 successors"),
-        (
-            {"parts": Ungroup("end", lambda state: [1, 2])},
-            [("parts", [0, 1, 0], "a")],
-            "node 'parts', state 'a': 3 tensors for 2 states",
-        ),
-        ({}, [("end", [0, 1], "a")], "node 'end', state 'a': a result of 2 tensors"),
-        ({}, [("start", [0], "a")], "node 'start', state 'a': no such node, expected one of double, end"),
         ({}, [("end", [2], "a")], "instance 0 reads inputs [2], expected 0 to 1"),
         ({"start": Phi("emd")}, [], "node 'start' sends to 'emd', expected one of start, double, end"),
     ],
@@ -204,7 +182,6 @@ CASES = {
     "molecules": (lambda: PolarityRegressor(6), molecules),
     "random graphs": (lambda: PolarityRegressor(6, steps=2), random_graphs),
 }
-LEARN = [name for name in CASES if "random" not in name]
 
 
 def case_of(name: str, number: int, seed: int = 0) -> tuple[nn.Module, list]:
@@ -228,71 +205,6 @@ def test_batched_and_placed_networks_equal_one_sample_at_a_time(case: str, numbe
     assert_same(with_gradients({"output": placed.flatten()}, leaves), expected, 1e-9, none_is_zero=True)
 
 
-@pytest.mark.parametrize("case", LEARN)
-def test_asynchronous_training_of_one_instance_learns_as_execute_does(case: str):
-    model, samples = case_of(case, 12)
-    plain, _ = case_of(case, 0)
-    loss, optimizer = plain.loss(samples), torch.optim.Adam(plain.parameters(), 0.01)
-    before = loss(plain(samples)).item()
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss(plain(samples)).backward()
-        optimizer.step()
-    instance = Instance(model.plan(samples, model.placement(3)), model.inputs(samples), model.loss(samples))
-    trainer = AsynchronousTrainer(
-        dict(enumerate(model.ops)), lambda weights: torch.optim.Adam(weights, 0.01), 3, flush_every=1
-    )
-    trainer.run([instance] * 20, run_virtual)
-    assert loss(plain(samples)).item() < 0.95 * before
-    for name, weight in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), weight, rtol=1e-6, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize("case", LEARN)
-def test_a_score_is_that_of_one_sample_at_a_time(case: str):
-    model, samples = case_of(case, 20)
-    outputs = [model.one(each).detach() for each in samples]
-    if case == "molecules":
-        answers = torch.tensor([(each.answer - MEAN) / DEVIATION for each in samples])
-        expected = (torch.cat(outputs) - answers).abs().mean().item()
-    else:
-        answers = [each.labels if case == "sentiment" else [each.answer] for each in samples]
-        outputs = [output if case == "sentiment" else output.view(1, -1) for output in outputs]
-        expected = np.mean(torch.cat([output.argmax(dim=1) for output in outputs]).numpy() == np.concatenate(answers))
-    assert model.score(samples) == pytest.approx(expected, abs=1e-6)
-
-
-def test_answers_are_the_reductions_modulo_ten():
-    by_hand = [sum, min, max, lambda digits: (2 * sum(digits) + len(digits)) // (2 * len(digits))]
-    sequences = list_reductions(400, np.random.default_rng(0))
-    assert {int(each.tokens[0]) - DIGITS for each in sequences} == {0, 1, 2, 3}
-    for each in sequences:
-        kind, *digits = each.tokens.tolist()
-        assert each.answer == by_hand[kind - DIGITS](digits) % 10
-
-
-def test_a_deduction_follows_two_facts_from_the_animal_that_is_named():
-    for graph in deductions(50, np.random.default_rng(0), 9):
-        facts = {kind: {} for kind in range(4)}
-        for source, kind, target in graph.edges.tolist():
-            facts[kind].setdefault(source, set()).add(target)
-        (named,) = np.flatnonzero(graph.kinds)
-        (species,) = facts[IS][named]
-        assert facts[AFRAID][species] == {graph.answer} != {species}
-        assert min(graph.in_degrees) > 0
-
-
-def test_molecules_have_full_valences_and_many_sizes():
-    found = molecules(300, np.random.default_rng(0))
-    assert 20 < len(found[-1].kinds) <= 29
-    for each in found:
-        orders = np.bincount(each.edges[:, 0], chemistry.ORDERS[each.edges[:, 1]])
-        assert orders.tolist() == np.array(chemistry.VALENCES)[each.kinds].tolist()
-    assert {kind for each in found for kind in each.edges[:, 1].tolist()} == {0, 1, 2, 3}
-    answers = [each.answer for each in found]
-    assert (np.mean(answers), np.std(answers)) == pytest.approx((MEAN, DEVIATION), abs=0.2)
-
-
 def test_the_polarity_of_a_bond_is_that_of_charges_that_flow_in_rounds():
     first, second = chemistry.ELECTRONEGATIVITIES[[chemistry.H, chemistry.F]]
     charge = 0.0  # of hydrogen; fluorine has the negative charge
@@ -300,10 +212,3 @@ def test_the_polarity_of_a_bond_is_that_of_charges_that_flow_in_rounds():
         charge += 0.1 * share * ((second - charge) - (first + charge))
     bond = np.array([[0, 1, chemistry.SINGLE]])
     assert polarity(np.array([chemistry.H, chemistry.F]), bond) == pytest.approx(1.5 * 2 * charge)
-
-
-def test_labels_of_phrases_are_sums_that_some_words_negate():
-    """Words 1, 2, 3 and 4 have the values 1, -1, none (it negates) and 2; a label is a value plus 2."""
-    children = np.array([[-1, -1]] * 5 + [[0, 1], [5, 2], [3, 4], [6, 7]])
-    tree = Tree(children, np.array([4, 1, 3, 3, 4, -1, -1, -1, -1]))
-    assert labels_of(tree).tolist() == [4, 3, 2, 2, 4, 4, 0, 0, 0]

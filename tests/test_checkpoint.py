@@ -5,15 +5,17 @@ import pickle
 import random
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import mutated, places, refusal
 from tiny_data import VOCAB, newest, tiny_config
+from torch import Tensor
 
 from iep.config import PLACES, settings_of
 from iep.errors import InputError
@@ -23,6 +25,49 @@ from iep.training.run_training import train
 from iep.vocab import Vocab
 
 CPU = torch.device("cpu")
+
+
+OTHERS = (None, True, -1, 0.5, "x", [], {}, {"a": 1}, [[1]], torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64))
+Place = tuple[Any, ...]
+
+
+def refusal(path: Path, use: Callable[[], object] | None = None) -> str:
+    """Return how `use`, or loading, refuses the checkpoint at `path`: one line that begins with its name; nothing where
+    it does not."""
+    try:
+        load_checkpoint(path) if use is None else use()
+    except InputError as error:
+        message = str(error)
+    else:
+        return ""
+    assert message.startswith(str(path)), message
+    assert "\n" not in message
+    return message
+
+
+def places(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Yield the keys that lead to every part of nested containers; of many equal parts, a few."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in list(items)[: 3 if place and place[-1] in ("weights", "state") else None]:
+        if place[:1] != ("vocab",):
+            yield (*place, key)
+            yield from places(item, (*place, key))
+
+
+def mutated(content: dict[str, Any], place: Place, random: random.Random) -> dict[str, Any]:
+    """Return a copy in which the part at a place is missing, or of another type or shape."""
+    content = deepcopy(content)
+    *path, last = place
+    holder: Any = content
+    for key in path:
+        holder = holder[key]
+    value = holder[last]
+    changes = [lambda: holder.pop(last), *(lambda other=other: holder.__setitem__(last, other) for other in OTHERS)]
+    if isinstance(value, Tensor):
+        for other in (value[None], value.flatten()[:1], value.double(), value.to_sparse(), value.int()):
+            changes.append(lambda other=other: holder.__setitem__(last, other))
+    random.choice(changes)()
+    return content
 
 
 @pytest.fixture
@@ -81,13 +126,11 @@ def _archive(path: Path) -> None:
         archive.writestr("readme.txt", "hello")
 
 
-NOT_WHOLE, KEPT = "not a whole checkpoint file", (0, 0.01, 0.7, 0.9999)
+NOT_WHOLE, KEPT = "not a whole checkpoint file", (0, 0.7, 0.9999)
 NOT_OURS = f"not a checkpoint of this toolkit, expected format {FORMAT}"
 NOT_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
     *((lambda path, keep=keep: os.truncate(path, int(keep * path.stat().st_size)), NOT_WHOLE) for keep in KEPT),
-    (lambda path: path.write_bytes(random.Random(0).randbytes(1000)), NOT_WHOLE),
     (lambda path: torch.save({"model_state": {"w": torch.zeros(2)}, "args": {"batch_size": 64}}, path), NOT_OURS),
-    (lambda path: torch.save({"format": "iep-checkpoint-0"}, path), NOT_OURS),
     (lambda path: torch.save(None, path), NOT_OURS),
     (_archive, "it is an archive without data.pkl"),
     (lambda path: path.write_bytes(pickle.dumps({"format": FORMAT, "a": print})), "not "),
@@ -107,24 +150,14 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(copy: Path, damage: Callable
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_another_pickle_protocol_is_loaded_where_that_is_safe_and_else_named_with_what_to_do(
-    copy: Path, archive: bool, protocol: int
-):
+def test_a_pickle_protocol_that_torch_does_not_load_safely_is_named_with_what_to_do(copy: Path):
     held = load_checkpoint(copy)
-    torch.save(held, copy, pickle_protocol=protocol, _use_new_zipfile_serialization=archive)
-    if protocol in (2, 3):
-        assert load_checkpoint(copy)["step"] == held["step"]
-    else:
-        message = refusal(copy)
-        assert f"written with pickle protocol {protocol if protocol > 1 else '0 or 1'}, which torch does" in message
-        assert (
-            "if you trust the file, torch.save anew what torch.load(FILE, 'cpu', weights_only=False) gives" in message
-        )
-        if protocol > 0:  # of which torch itself makes nothing
-            torch.save(torch.load(copy, "cpu", weights_only=False), copy)
-            assert load_checkpoint(copy)["step"] == held["step"]
+    torch.save(held, copy, pickle_protocol=4)
+    message = refusal(copy)
+    assert "written with pickle protocol 4, which torch does" in message
+    assert "if you trust the file, torch.save anew what torch.load(FILE, 'cpu', weights_only=False) gives" in message
+    torch.save(torch.load(copy, "cpu", weights_only=False), copy)
+    assert load_checkpoint(copy)["step"] == held["step"]
 
 
 # Checkpoints whose parts are not what they should be
@@ -139,18 +172,18 @@ def test_a_checkpoint_with_a_part_changed_is_resumed_or_refused_by_its_name(
     path, draw = newest(tmp_path / "whole"), random.Random(0)
     content, refused = load_checkpoint(path), 0
     longer = replace(config, iterations=2)
-    for place in draw.sample(found := list(places(content)), min(len(found), 40)):
+    for place in draw.sample(found := list(places(content)), min(len(found), 20)):
         out = tmp_path / "run"
         save_checkpoint(out / path.name, mutated(content, place, draw))
         refused += bool(refusal(out / path.name, partial(train, longer, out, resume=True)))
         shutil.rmtree(out)
-    assert refused > 20
+    assert refused > 10
 
 
 def test_a_network_with_a_part_changed_is_loaded_or_refused_by_its_name(runs: dict[str, Path], tmp_path: Path):
     content, draw, refused = load_checkpoint(newest(runs["ee"])), random.Random(1), 0
     content = {part: content[part] for part in ("networks", "vocab")} | {"features": {"patch_size": 8}}
-    for place in [place for place in places(content) for _ in range(2)]:
+    for place in places(content):
         save_checkpoint(tmp_path / "c.pt", mutated(content, place, draw))
         refused += bool(refusal(path := tmp_path / "c.pt", partial(load_network, path, "engine", VOCAB, CPU)))
-    assert refused > 40
+    assert refused > 20

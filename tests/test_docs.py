@@ -98,11 +98,13 @@ def test_the_python_code_of_a_page_runs(document: Path, data: Path, runs: dict[s
     if document.name == "add_a_module.md":  # its first blocks are a file, which the last one imports
         (tmp_path / "gated.py").write_text("\n".join(python_blocks(document)[:-1]))
         monkeypatch.delitem(sys.modules, "gated", raising=False)
-    script = ""
+    script, ran = "", 0
     for block in python_blocks(document):
         script = block if re.match("from |import ", block) else f"{script}\n{block}"
         if not any(part in block for part in NOT_RUN):
             exec(compile(script, by_name(document), "exec"), dict(given))
+            ran += 1
+    assert ran, "no block of the page has run"
 
 
 def test_the_plan_of_the_architecture_page_is_the_one_that_is_printed():

@@ -12,7 +12,6 @@ import torch
 from batching_cases import assert_same, quick, results
 from device_cases import DEVICES, HAS_TRITON, ONE_GPU
 from engine_cases import (
-    BINARY,
     DEVICE_LISTS,
     ENGINES,
     FULL_SIZE,
@@ -20,7 +19,6 @@ from engine_cases import (
     MANY_BL,
     PROGRAMS_BL,
     TOKENS,
-    UNARY,
     features,
     placed_copy,
     programs,
@@ -54,7 +52,7 @@ def on_cpu(values):
 @pytest.mark.parametrize("devices", [("cpu",), *DEVICE_LISTS])
 @pytest.mark.parametrize("name", ENGINES)
 @given(data=st.data(), seed=st.integers(0, 2**16))
-@settings(quick, max_examples=8)
+@settings(quick, max_examples=6)
 def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_and_all_gradients(
     name, devices, data, seed
 ):
@@ -90,7 +88,7 @@ def test_tritons_kernels_match_the_reference_on_logits_and_all_gradients(name, d
     assert_same(on_cpu(found), expected, 1e-4)
 
 
-FROZEN = [("stem",), ("classifier",), ("count", "greater_than"), (*UNARY, *BINARY, "scene")]
+FROZEN = [("stem",), ("count", "greater_than")]
 
 
 @pytest.mark.parametrize(("name", "execution"), [("vector", "calls"), pytest.param("iep", "triton", marks=HAS_TRITON)])
@@ -109,7 +107,7 @@ def test_frozen_parts_have_no_gradients_and_the_others_those_of_the_reference(na
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "vector"])  # whose weights have no worker
 @given(data=st.data(), sharing=st.booleans(), workers=st.integers(1, 3), seed=st.integers(0, 2**16))
-@settings(quick, max_examples=12)
+@settings(quick, max_examples=8)
 def test_a_plan_with_stem_and_classifier_matches_the_reference_on_logits_and_all_gradients(
     name, data, sharing, workers, seed
 ):
@@ -175,19 +173,6 @@ def test_in_bfloat16_all_devices_compute_in_it_and_match_the_reference_to_its_pr
     assert torch.bfloat16 in dtypes
     assert name == "tbd" or set(dtypes) == {torch.bfloat16}
     assert_same(on_cpu(actual), expected, 0.03)
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_in_bfloat16_an_engine_without_a_stem_computes_in_it_too(execution):
-    sizes = {"stem": "none", "module_dim": 5}
-    engine, features_BCHW = small_engine(torch.float32, **sizes), features(len(PROGRAMS_BL), torch.float32)
-    plan = engine.plan(PROGRAMS_BL, execution=execution)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = results(lambda x: engine.reference(x, PROGRAMS_BL).float(), engine, features_BCHW)
-        actual = results(lambda x: engine(x, plan).float(), engine, features_BCHW)
-    # A rounded value that changes its sign before a ReLU changes single gradients by much.
-    assert_same({"output": actual["output"]}, {"output": expected["output"]}, 0.03)
-    assert [value is None for value in actual.values()] == [value is None for value in expected.values()]
 
 
 # Placements
@@ -258,14 +243,6 @@ def test_a_plan_runs_neither_null_nor_start_whatever_the_tokens():
         assert ops == set(range(len(TOKENS))) - {NULL, START} - ({INDEX["scene"]} if scene == "stem" else set())
 
 
-def test_image_rows_may_be_of_any_whole_type():
-    engine, rows_B, features_NCHW = small_engine(), np.array([1, 0, 0, 1]), features(2)
-    expected = engine(features_NCHW, engine.plan(PROGRAMS_BL, rows_B))
-    for kind, sharing in itertools.product((np.uint8, np.int32, np.uint16), (False, True)):
-        plan = engine.plan(PROGRAMS_BL, rows_B.astype(kind), sharing=sharing)
-        torch.testing.assert_close(engine(features_NCHW, plan), expected)
-
-
 # Memory and initial weights
 
 
@@ -277,27 +254,7 @@ def maps_alive():
     return {id(each) for each in alive if tuple(each.shape[1:]) in shapes}
 
 
-@pytest.fixture
-def without_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_steps_leave_nothing_behind_that_only_the_collector_of_cycles_would_free(name, execution, without_collector):
-    engine, counts = small_engine(torch.float32, **ENGINES[name]), []
-    plan = engine.plan(PROGRAMS_BL[:1], execution=execution)
-    for _ in range(4):
-        engine.zero_grad(set_to_none=True)
-        engine(torch.randn(1, 5, 3, 4), plan, defer_weight_grads=True).sum().backward()
-        counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-    assert counts[1] == counts[3]
-
-
-@pytest.mark.parametrize("frozen", [(), ("stem",), (*UNARY, *BINARY, "scene")])
+@pytest.mark.parametrize("frozen", [(), ("stem",)])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_backward_pass_frees_values_and_gradients_even_where_the_loss_is_kept(execution, frozen):
     engine, before = small_engine(torch.float32), maps_alive()
@@ -313,7 +270,7 @@ def test_the_backward_pass_frees_values_and_gradients_even_where_the_loss_is_kep
 @pytest.mark.parametrize(
     ("name", "execution"), [("iep", "calls"), ("vector", "calls"), pytest.param("iep", "triton", marks=HAS_TRITON)]
 )
-@pytest.mark.parametrize("part", ["relate[left]", "count", "filter_color[red].conv1"])
+@pytest.mark.parametrize("part", ["relate[left]", "filter_color[red].conv1"])
 def test_hooks_run_for_the_rows_of_their_own_function(part, name, execution):
     engine, seen = small_engine(torch.float32, **ENGINES[name]), []
 
@@ -341,38 +298,26 @@ def test_weights_begin_kaiming_normal():
 # Errors
 
 
-def test_a_plan_for_an_unknown_execution_is_an_error():
-    with pytest.raises(ValueError, match="execution is 'grouped', expected one of calls, triton, cuda_graph"):
-        small_engine().plan(PROGRAMS_BL, execution="grouped")
-
-
 PIXELS = {"stem": "pixels", "feature_dim": 192}
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"scene": "image"}, "scene is 'image', expected one of module, stem"),
         ({"modules": "film"}, "modules is 'film', expected one of iep, tbd, pooled, vector"),
-        ({"stem": "resnet"}, "stem is 'resnet', expected one of conv, pixels"),
         (PIXELS | {"feature_dim": 1024}, "1024 channels, expected 3 . P . P"),
-        (PIXELS | {"feature_dim": 27}, "patches of 3 pixels and a stride of 1 are not a power of two"),
         (PIXELS, "make 2 convolutions, expected at least 3 to halve patches of 8"),
-        (PIXELS | {"stem_pixels": 3}, "stem_pixels is 3, expected a divisor of the patches' 8 pixels"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
-        ({"stem": "none", "module_dim": 5, "stem_stride": 2}, "stem_stride is 2, and there is no stem"),
         ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
         ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one position, and the grid is 1x1"),
         ({"classifier_pool": 4, "classifier_pool_rest": False}, "a pooling window of 4 leaves nothing"),
-        ({"modules": "tbd", "module_residual": False}, "settings of the modules iep"),
         ({"modules": "tbd", "module_norm": "batch"}, "settings of the modules iep"),
-        ({"modules": "tbd", "scene": "stem"}, "scene is 'stem', a setting of the modules iep"),
         ({"modules": "vector", "scene": "stem"}, "a setting of the modules iep; that of vector is .module."),
         ({"modules": "tbd", "program_tokens": [*TOKENS, "locate[cube]"]}, "'locate.cube.' has no module among tbd's"),
         ({"program_tokens": index_tokens(["count"])}, "has no 'scene'"),
         *(
             ({"program_tokens": [*TOKENS, token]}, f"program token '{token}' cannot name a module")
-            for token in ("forward", "stem", "training", "a.b", "")
+            for token in ("forward", "a.b")
         ),
     ],
 )
@@ -381,11 +326,10 @@ def test_settings_and_vocabularies_that_cannot_be_built_are_refused(kwargs, mess
         small_engine(**kwargs)
 
 
-@pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("rows", [[0, 1, 2], [[0], [1], [2], [3]], [0, 1, 2, -1], [0.0, 1.0, 2.0, 3.0], [True] * 4])
-def test_image_rows_that_are_not_one_row_for_each_program_are_refused(rows, sharing):
+@pytest.mark.parametrize("rows", [[0, 1, 2], [0, 1, 2, -1], [0.0, 1.0, 2.0, 3.0]])
+def test_image_rows_that_are_not_one_row_for_each_program_are_refused(rows):
     with pytest.raises(ValueError, match="for 4 programs, expected one whole number >= 0 for each"):
-        small_engine().plan(PROGRAMS_BL, np.array(rows), sharing=sharing)
+        small_engine().plan(PROGRAMS_BL, np.array(rows))
 
 
 ROWS_B = np.array([0, 2, 1, 1])
@@ -396,12 +340,9 @@ OTHER_ENGINE, OTHER_DEVICES = "another vocabulary, other modules or another scen
     ("plan", "devices", "images", "message"),
     [
         (lambda engine: engine.plan(PROGRAMS_BL, ROWS_B, sharing=False), (), 2, "features of 2 images for a plan of 3"),
-        (lambda engine: engine.plan(PROGRAMS_BL, ROWS_B, sharing=True), (), 4, "features of 4 images for a plan of 3"),
         (lambda engine: engine.plan(PROGRAMS_BL[:0]), (), 0, "an empty minibatch"),
         (lambda engine: small_engine(scene="stem").plan(PROGRAMS_BL), (), 4, OTHER_ENGINE),
-        (lambda engine: small_engine(modules="tbd").plan(PROGRAMS_BL), (), 4, OTHER_ENGINE),
         (lambda engine: small_engine(program_tokens=[*TOKENS, "more"]).plan(PROGRAMS_BL), (), 4, OTHER_ENGINE),
-        (lambda engine: placed_copy(engine, ("cpu", "cpu"), 1).plan(PROGRAMS_BL), ("cpu", "cpu"), 4, OTHER_DEVICES),
         (lambda engine: small_engine().plan(PROGRAMS_BL), ("cpu", "cpu"), 4, OTHER_DEVICES),
         (lambda engine: placed_copy(engine, ("cpu", "cpu")).plan(PROGRAMS_BL), (), 4, OTHER_DEVICES),
     ],

@@ -1,6 +1,5 @@
 """Norms, stems and classifiers of the engine: what they compute, in minibatches and one example at a time."""
 
-import copy
 import itertools
 
 import numpy as np
@@ -83,10 +82,8 @@ def test_in_evaluation_both_norms_are_the_same_by_every_schedule_with_and_withou
     assert all(torch.equal(value, before[key]) for key, value in statistics(engine).items())
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.7])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("of_input", FORMATS)
-@pytest.mark.parametrize("of_gradient", FORMATS)
+@pytest.mark.parametrize(("momentum", "rows"), [(0.1, 1), (0.7, 3)])
+@pytest.mark.parametrize(("of_input", "of_gradient"), [FORMATS, FORMATS[::-1]])
 def test_example_norm_is_batch_norm_of_each_row_however_maps_and_gradients_lie_in_memory(
     momentum, rows, of_input, of_gradient
 ):
@@ -105,24 +102,6 @@ def test_example_norm_is_batch_norm_of_each_row_however_maps_and_gradients_lie_i
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
-def test_a_map_of_one_place_has_nothing_to_be_normalised_by():
-    with pytest.raises(ValueError, match=r"maps of a single position, \(2, 3, 1, 1\)"):
-        ExampleNorm(3)(torch.randn(2, 3, 1, 1))
-    assert ExampleNorm(3).eval()(torch.randn(2, 3, 1, 1)).shape == (2, 3, 1, 1)
-
-
-def test_under_autocast_the_running_statistics_of_the_same_maps_are_the_same_bits():
-    torch.manual_seed(0)
-    plain = ExampleNorm(3)
-    lower = copy.deepcopy(plain)
-    x_GCHW = 3 * torch.randn(7, 3, 4, 5) + 1
-    plain(x_GCHW)
-    with torch.autocast("cpu", torch.bfloat16):
-        lower(x_GCHW).sum().backward()
-    for name, value in statistics(plain).items():
-        assert torch.equal(statistics(lower)[name], value)
-
-
 # Stems and classifiers
 
 OPTIONS = {"stride": 1, "norm": False, "bias": False, "pixels": 1}
@@ -132,14 +111,9 @@ POOLED = {"pool_rest": True, "norm": False, "dropout": 0.0}
 @pytest.mark.parametrize(
     ("kind", "channels", "widths", "options", "grid"),
     [
-        ("pixels", 192, (16, 32), {"norm": True}, 14),
         ("pixels", 192, (16, 32, 48), {"norm": True, "stride": 2}, 7),
-        ("pixels", 192, (16, 32, 48, 48), {"norm": True}, 14),
-        ("pixels", 48, (8,), {}, 14),
         ("pixels", 12, (), {"norm": True}, 14),
-        ("conv", 6, (5,), {}, 14),
         ("conv", 6, (5,), {"stride": 2}, 7),
-        ("conv", 6, (5,), {"stride": 3}, 5),
     ],
 )
 def test_a_stem_brings_features_down_to_the_working_grid(kind, channels, widths, options, grid):
@@ -156,18 +130,6 @@ def test_the_pixel_stem_sees_the_picture_that_was_cut_into_patches():
     patches_BCHW = functional.pixel_unshuffle(image_B3HW, 4)
     assert stem(patches_BCHW).equal(stem[1:](image_B3HW))
     assert stem[0](patches_BCHW).equal(image_B3HW)
-
-
-def test_a_stem_of_little_patches_embeds_each_by_itself_and_then_halves_the_picture():
-    stem = make_stem("pixels", 192, (16, 24), 8, **OPTIONS | {"stride": 2, "pixels": 4})
-    patches_BCHW = torch.rand(2, 192, 14, 14)
-    assert stem(patches_BCHW).shape == (2, 8, 7, 7)
-    changed = patches_BCHW.clone()
-    changed[:, :, 3, 5] += 1
-    # One 8 x 8 patch is two by two little ones; an embedding of each by itself changes nowhere else.
-    touched = (stem[:2](changed) != stem[:2](patches_BCHW)).any(dim=1)
-    assert touched.any()
-    assert {(y // 2, x // 2) for _, y, x in touched.nonzero().tolist()} == {(3, 5)}
 
 
 @pytest.mark.parametrize("stride", [1, 2])

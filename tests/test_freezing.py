@@ -13,7 +13,7 @@ from iep.config import MODELS, Config
 from iep.errors import InputError
 from iep.models.build import NETWORKS, build, network_kwargs
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
-from iep.training.freezing import freeze, modules_of, parts_of, train_mode
+from iep.training.freezing import freeze, parts_of, train_mode
 from iep.training.run_training import train
 
 SETTINGS = {
@@ -25,10 +25,8 @@ SETTINGS = {
         "engine.classifier_dropout=0.2",
     ),
     "joint": (),
-    "lstm": ("lstm.dropout=0.5", "lstm.num_layers=2", "lstm.classifier_norm=true"),
     "cnn-lstm": ("cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true", "cnn_lstm.classifier_dropout=0.2"),
     "cnn-lstm-sa": ("cnn_lstm_sa.classifier_norm=true",),
-    "backbone": (),
 }
 PREFIXES = {
     ("pg", "encoder"): ("generator.encoder_",),
@@ -40,8 +38,7 @@ PREFIXES = {
     ("cnn-lstm-sa", "cnn"): ("cnn_lstm_sa.image_proj.",),
     ("cnn-lstm-sa", "attention"): ("cnn_lstm_sa.stacked-attn-",),
 }
-SAMPLE = Path(__file__).parents[1] / "data" / "sample"
-CASES = [(model, part) for model in MODELS for part in parts_of(model)]
+CASES = [(model, part) for model in ("pg", "ee", "joint", "cnn-lstm-sa") for part in parts_of(model)]
 
 
 def belongs(key: str, model: str, part: str) -> bool:
@@ -59,7 +56,6 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 def config_of(data: Path, parts: list[str], model: str, *settings: str) -> Config:
     starts = parts if model == "joint" else []
-    data = SAMPLE if model == "backbone" else data
     return tiny_config(data, model, "weight_decay=0.1", "validate_every=1", *SETTINGS[model], *starts, *settings)
 
 
@@ -67,15 +63,6 @@ def networks_of(model: str) -> dict[str, nn.Module]:
     config = tiny_config(Path(), model, *SETTINGS[model])
     shape = (CHANNELS, GRID, GRID)
     return {name: build(name, network_kwargs(name, getattr(config, name), VOCAB, shape)) for name in NETWORKS[model]}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_every_layer_is_of_one_part(model: str):
-    networks = networks_of(model)
-    layers = [layer for part in parts_of(model) for module in modules_of(networks, part) for layer in module.modules()]
-    every = {layer for network in networks.values() for layer in network.modules()}
-    assert len(layers) == len(set(layers))
-    assert every - set(layers) <= set(networks.values())
 
 
 @pytest.mark.parametrize(("model", "part"), CASES)
@@ -93,7 +80,7 @@ def test_only_what_is_frozen_stays_weights_and_running_statistics(data, parts, t
     assert len(load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["params"]) < len(after)
 
 
-@pytest.mark.parametrize("frozen", ["stem", "modules", "classifier", "stem,modules"])
+@pytest.mark.parametrize("frozen", ["stem", "modules"])
 @pytest.mark.parametrize("how", [("defer_weight_grads=true",), ("placement=balanced", "devices=cpu,cpu")])
 def test_however_the_engine_runs_what_is_frozen_stays_and_the_rest_learns_the_same(data, parts, tmp_path, frozen, how):
     plain = ("engine.initialization=torch", "learning_rate=0.001", f"freeze={frozen}")
@@ -106,20 +93,6 @@ def test_however_the_engine_runs_what_is_frozen_stays_and_the_rest_learns_the_sa
 
 
 # What a frozen part computes
-
-
-@pytest.mark.parametrize(("model", "part"), [case for case in CASES if case[0] != "joint"])
-def test_a_frozen_part_is_in_evaluation_mode_and_the_rest_in_training_mode(model: str, part: str):
-    networks = networks_of(model)
-    freeze(networks, [part])
-    ((_, network),) = networks.items()
-    for on in (True, False, True):
-        train_mode(network, on)
-        for other in parts_of(model):
-            for module in modules_of(networks, other):
-                for layer in module.modules():
-                    assert layer.training == (on and (other != part or isinstance(layer, nn.LSTM)))
-                    assert not (other == part and isinstance(layer, nn.LSTM) and layer.dropout)
 
 
 @pytest.mark.parametrize("device", DEVICES)

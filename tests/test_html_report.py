@@ -58,18 +58,6 @@ def test_as_many_questions_are_listed_as_asked_for_and_none_twice(seed: int, mos
     assert rows.tolist() == sorted(set(rows.tolist()))
 
 
-def test_of_many_questions_the_worst_and_some_of_every_kind_are_listed():
-    whole = outcome(0)
-    chosen = set(choose(whole, 60).tolist())
-    confidence = whole.predictions.ranked_probabilities[:, 0]
-    for good in (whole.right, whole.exact):
-        wrong = [row for row in np.argsort(-confidence, kind="stable").tolist() if not good[row]]
-        assert len(wrong) > 10
-        assert set(wrong[:10]) <= chosen
-    assert {int(whole.questions.families[row]) for row in chosen} == set(whole.questions.families.tolist())
-    assert any(whole.right[row] and whole.exact[row] for row in chosen)
-
-
 # Pictures
 
 

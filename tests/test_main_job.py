@@ -1,6 +1,7 @@
 """The main job as a user runs it: real processes, one command after the other, from a seed to a table of accuracies."""
 
 import json
+import re
 from pathlib import Path
 
 import processes
@@ -27,8 +28,8 @@ def test_a_seed_becomes_a_trained_and_evaluated_model(tmp_path: Path):
     joint = ("--pg", f"{runs}/joint", "--ee", f"{runs}/joint", "--data", data)
     run("evaluate", "--baseline", f"{runs}/lstm", "--data", data, "--out", f"{runs}/eval/lstm")
     table = run("evaluate", *joint, "--out", f"{runs}/eval/val", "--against", "lstm", f"{runs}/eval/lstm")
-    rows = [line.split() for line in table.splitlines()]
-    heading = rows.index(["questions", "most_common", "lstm", "model"])
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    heading = rows.index(["questions", "most common answer", "lstm", "model"])
     assert rows[heading + 1][:2] == ["overall", "60"]
     report = json.loads((tmp_path / "runs/eval/val/report.json").read_text())
     assert report["questions"] == 60

@@ -3,10 +3,8 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from ask_cases import IMAGE, iep_ask, sample_data, trained
 from evaluate_cases import iep_eval
 from original_cases import engine_file, write
 from tiny_data import (
@@ -16,7 +14,6 @@ from tiny_data import (
     arrays,
     assert_one_error,
     features,
-    files_no_larger_than,
     newest,
     tiny,
     tiny_config,
@@ -52,23 +49,20 @@ def failing_at(monkeypatch: pytest.MonkeyPatch):
     return fail
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_run_stops_at_that_step_with_the_questions_and_the_state_before_it(
-    data, tmp_path, monkeypatch, failing_at, value: float
-):
+def test_the_run_stops_at_that_step_with_the_questions_and_the_state_before_it(data, tmp_path, monkeypatch, failing_at):
     batches = []
     before_each_step(monkeypatch, lambda trainer, batch: batches.append(batch))
     train(tiny_config(data, "lstm", "iterations=3"), tmp_path / "sound", resume=False)
     before = load_checkpoint(newest(tmp_path / "sound"))
 
     batches.clear()
-    failing_at(3, value)
+    failing_at(3, float("nan"))
     with pytest.raises(InputError) as caught:  # neither logged nor saved at that step
         train(tiny_config(data, "lstm", "iterations=9", "log_every=50"), tmp_path / "run", resume=False)
     positions = batches[3].index.tolist()
     questions = [int(arrays(39)["orig_idxs"][position]) for position in positions]
     assert str(caught.value) == (
-        f"{tmp_path / 'run'}: the loss is {value} at iteration 4, on 8 questions (question_index "
+        f"{tmp_path / 'run'}: the loss is nan at iteration 4, on 8 questions (question_index "
         f"{', '.join(map(str, questions))}); the weights before it are in not-finite-4.pt; "
         "try a lower learning_rate or clip_gradients=1"
     )
@@ -80,16 +74,6 @@ def test_the_run_stops_at_that_step_with_the_questions_and_the_state_before_it(
     assert load_newest(tmp_path / "run").content["step"] == 2
     with pytest.raises(InputError, match=r"not-finite-4\.pt: not a checkpoint of this toolkit"):
         load_checkpoint(tmp_path / "run" / "not-finite-4.pt")
-
-
-def test_a_full_disk_does_not_hide_the_questions(data: Path, tmp_path: Path, failing_at):
-    failing_at(0, float("nan"))
-    out = tmp_path / "run"
-    with pytest.raises(InputError) as caught, files_no_larger_than(5000):
-        train(tiny_config(data, "lstm"), out, resume=False)
-    assert "at iteration 1, on 8 questions (question_index 10" in str(caught.value)
-    assert "; the state could not be saved: File too large; try" in str(caught.value)
-    assert not list(out.glob("*.pt"))
 
 
 def test_weights_that_were_not_finite_before_the_step_are_to_blame_not_its_questions(data, tmp_path, runs, monkeypatch):
@@ -139,31 +123,15 @@ def test_weights_that_are_not_finite_are_not_saved(data: Path, tmp_path: Path, m
     assert [path.name for path in (tmp_path / "run").glob("*.pt")].count("step-3.pt") == 0
 
 
-def test_running_statistics_that_are_not_finite_are_never_saved(tmp_path):
-    data = write_data(tmp_path / "data")
-    write_h5(data / "train_features.h5", {"features": features(0) * np.float32(1e25)})  # their variance is infinite
-    with pytest.raises(InputError, match="weights are not finite after iteration 1"):
-        train(tiny_config(data, "ee", "engine.stem_norm=true", "iterations=1"), tmp_path / "run", resume=False)
-    assert not list((tmp_path / "run").glob("*.pt"))
-
-
 # Answers
 
 
-@pytest.mark.parametrize(
-    ("flag", "network", "weight"),
-    [
-        ("ee", "engine", "classifier.4.weight"),
-        ("pg", "generator", "decoder_embed.weight"),
-        ("lstm", "lstm", "rnn.embed.weight"),
-    ],
-)
-def test_a_weight_that_is_not_finite_is_named(data, run, tmp_path: Path, flag, network, weight):
-    path, content = tmp_path / "bad.pt", load_checkpoint(run[flag])
-    content["networks"][network]["weights"][weight].view(-1)[-1] = float("-inf")
+def test_a_weight_that_is_not_finite_is_named(data, run, tmp_path: Path):
+    path, content = tmp_path / "bad.pt", load_checkpoint(run["lstm"])
+    content["networks"]["lstm"]["weights"]["rnn.embed.weight"].view(-1)[-1] = float("-inf")
     save_checkpoint(path, content)
-    result = iep_eval({"lstm": "--baseline"}.get(flag, f"--{flag}"), path, "--data", data, "--out", tmp_path / "out")
-    assert_one_error(result, f"{path}: {weight} of a", "holds -inf, expected finite numbers")
+    result = iep_eval("--baseline", path, "--data", data, "--out", tmp_path / "out")
+    assert_one_error(result, f"{path}: rnn.embed.weight of a", "holds -inf, expected finite numbers")
     assert not (tmp_path / "out" / "predictions.jsonl").exists()
 
 
@@ -187,16 +155,3 @@ def test_features_that_are_not_finite_are_told_of_by_the_question(run, tmp_path:
     result = iep_eval("--ee", run["ee"], "--data", data, "--workers", 0, "--out", tmp_path / "out")
     assert_one_error(result, f"{data / 'val_questions.h5'}: question_index {first}: the answers' scores are not finite")
     assert not (tmp_path / "out" / "predictions.jsonl").exists()
-
-
-def test_numbers_that_grow_too_large_on_the_way_are_told_of_when_asked(tmp_path: Path):
-    data = sample_data(tmp_path / "data", "--backbone", "patches", "--patch-size", 2)
-    run = trained(data, "ee", tmp_path / "ee", 1)
-    content = load_checkpoint(run)
-    for name, weight in content["networks"]["engine"]["weights"].items():
-        if name.startswith("classifier."):
-            weight.fill_(1e30)
-    save_checkpoint(tmp_path / "large.pt", content)
-    asked = ("--ee", tmp_path / "large.pt", "--image", IMAGE, "--program", "exist scene", "--json")
-    assert_one_error(iep_ask(*asked, "--question", "Any?"), "question 'Any?': the answers' scores are not finite")
-    assert_one_error(iep_ask(*asked), "program 1: the answers' scores are not finite")

@@ -18,7 +18,6 @@ from iep.batching.layers import Conv2d
 from iep.batching.op_groups import architecture, grouped_modules
 from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import make_schedule
-from iep.bench.measure_engine import Operators
 from iep.execution_engine.modules import BinaryModule, UnaryModule
 
 ONE_INPUT, TWO_INPUTS = 100, 200
@@ -60,9 +59,9 @@ def chain_plan(*ops: int) -> Plan:
 
 @HAS_TRITON
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("one_input", [RESIDUAL, PLAIN, Mixed])
+@pytest.mark.parametrize("one_input", [RESIDUAL, Mixed])
 @given(seed=st.integers(0, 2**16), num_functions=st.integers(1, 4), num_nodes=st.integers(1, 4))
-@settings(quick, max_examples=3)
+@settings(quick, max_examples=2)
 def test_outputs_and_all_gradients_of_tritons_kernels_equal_those_of_a_loop_over_functions(
     device: str, one_input: Callable, seed: int, num_functions: int, num_nodes: int
 ):
@@ -81,44 +80,6 @@ def test_outputs_and_all_gradients_of_tritons_kernels_equal_those_of_a_loop_over
     with torch.inference_mode():
         output = execute(plan, by_op | together, x)
     assert_same({"output": output}, {"output": expected["output"]}, 1e-4)
-
-
-class Counted:
-    """A kernel that only counts its launches."""
-
-    launches = 0
-
-    def __getitem__(self, grid):
-        self.launches += 1
-        return lambda *args, **kwargs: None
-
-
-@HAS_TRITON
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_level_of_residual_blocks_is_two_or_three_kernels(device: str, monkeypatch: pytest.MonkeyPatch):
-    """Besides the copies of inputs and roots, and the stacking of weights, which do not depend on the depth."""
-    from iep.batching import fused, triton_conv
-
-    kernel = Counted()
-    monkeypatch.setattr(triton_conv, "conv_kernel", kernel)
-    modules = nn.ModuleList([RESIDUAL(3), BINARY(3), RESIDUAL(3)]).to(device)
-    by_op, found = dict(enumerate(modules)), {}
-    for depth in (1, 3):  # each level is a call of two unary functions, and one of a binary function
-        op, args = [], []
-        for first in range(0, 3 * depth, 3):
-            op += [0, 2, 1]
-            args += [[first, -1], [first + 1, -1], [2 + first, 3 + first]]
-        count = len(op)
-        graph = Graph(2, np.array(op), np.array(args), np.zeros(count, dtype=np.int64), np.array([count + 1]))
-        plan = make_plan(graph, make_schedule(graph, "lookahead", {0: ONE_INPUT, 2: ONE_INPUT, 1: TWO_INPUTS}))
-        assert len(plan.calls) == 2 * depth
-        x = torch.randn(2, 3, 2, 2, device=device).to(memory_format=torch.channels_last)
-        kernel.launches = 0
-        with torch.no_grad(), Operators() as operators:
-            execute(plan.to(device), by_op | fused.kernel_modules(plan.to(device), by_op), x)
-        assert kernel.launches == 5 * depth
-        found[depth] = operators.count
-    assert found[3] == found[1]
 
 
 @HAS_TRITON
@@ -143,16 +104,6 @@ def test_bfloat16_is_as_exact_as_a_loop_in_bfloat16(device: str):
 
     # Triton's interpreter does not round to bfloat16, but truncates.
     assert error(by_op | kernel_modules(plan, by_op)) < (2.5 if device == "cpu" else 1.2) * error(by_op)
-
-
-@HAS_TRITON
-def test_functions_that_a_plan_does_not_call_have_no_gradient_and_others_that_lead_nowhere_neither():
-    from iep.batching.fused import kernel_modules
-
-    plan, modules = chain_plan(0, 2), nn.ModuleList([RESIDUAL(3) for _ in range(3)])
-    by_op, x = dict(enumerate(modules)), torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last)
-    execute(plan, by_op | kernel_modules(plan, by_op), x).sum().backward()
-    assert [any(each.grad is not None for each in module.parameters()) for module in modules] == [True, False, True]
 
 
 @HAS_TRITON
@@ -199,17 +150,11 @@ def test_functions_run_together_by_their_method_grouped_except_with_hooks():
     "module",
     [
         UnaryModule(4, True, "batch"),
-        UnaryModule(4, True, "example"),
         Conv2d(4, 4, 3),
-        Conv2d(4, 4, 2, padding=1),
         Conv2d(4, 4, 3, padding=1, stride=2),
-        Conv2d(4, 4, 3, padding=1, groups=2),
         Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
-        Conv2d(4, 4, 1, bias=False),
         nn.utils.parametrizations.weight_norm(Conv2d(4, 4, 1)),
         nn.Sequential(Conv2d(4, 4, 1), nn.Linear(4, 4)),
-        nn.Sequential(Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)),
-        nn.ReLU(),
     ],
 )
 def test_modules_with_other_parameters_than_those_of_convolutions_for_kernels_have_calls_of_their_own(module):

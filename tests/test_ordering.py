@@ -5,11 +5,9 @@ import pytest
 from batching_cases import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_data import VOCAB
 
 from iep.data.ordering import deal, make_order, step_numbers, step_seed
 from iep.errors import InputError
-from iep.programs import program_lengths
 
 IMAGES = np.arange(22) // 4
 
@@ -50,12 +48,6 @@ def test_a_curriculum_draws_programs_no_longer_than_its_stage_allows():
     assert all(length <= 4 for length in longest[3:6])
     assert {int(row) for step in (3, 4) for row in order.rows(step)} == {0, 1, 2, 3}
     assert {int(row) for step in range(6, 10) for row in order.rows(step)} == set(range(8))
-
-
-def test_a_programs_length_counts_its_functions_but_neither_scene_nor_special_tokens():
-    index = VOCAB.program_index
-    programs = np.array([[1, index["exist"], index["scene"], 2, 0], [1, index["count"], index["unique"], 0, 2]])
-    assert program_lengths(programs, VOCAB.program).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -102,12 +94,6 @@ def test_a_minibatch_is_split_evenly_and_at_images_unless_one_has_most_questions
     assert all(size > 0 and abs(size - len(images) / parts) <= most for size in sizes)
     images_of_parts = [set(images[part].tolist()) for part in dealt]
     assert sum(map(len, images_of_parts)) == len(set(images.tolist())) or max(sizes) - min(sizes) <= 1
-
-
-def test_the_questions_of_an_image_are_split_where_it_has_most_of_them():
-    assert [len(part) for part in deal(np.zeros(9, int), 3)] == [3, 3, 3]
-    assert [len(part) for part in deal(np.array([0, 1, 1, 1, 1, 1, 1, 1]), 4)] == [2, 2, 2, 2]
-    assert [part.tolist() for part in deal(np.array([5, 4, 5]), 3)] == [[0], [2], [1]]
 
 
 def test_random_numbers_are_a_function_of_seed_step_and_process():

@@ -1,29 +1,23 @@
 """Sets of modules of another package: the example of docs/add_a_module.md, trained and evaluated, and errors."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from ask_cases import IMAGE, iep_ask
-from bench_cases import iep_bench, laboratory
 from device_cases import HAS_TRITON
 from engine_cases import INDEX, features, programs, small_engine
 from evaluate_cases import iep_eval
-from tiny_data import VOCAB, assert_one_error, newest, tiny
+from tiny_data import assert_one_error, tiny
 from train_cases import iep_train
 
 import iep
 from iep.errors import InputError
-from iep.execution_engine.roles import MAP, Role, tree_run
-from iep.models.build import load_network, set_execution
-from iep.programs import arity
+from iep.models.build import set_execution
 from iep.vocab import index_tokens
 
 PAGE = (Path(__file__).parent.parent / "docs" / "add_a_module.md").read_text()
@@ -112,33 +106,15 @@ def test_modules_with_the_convolution_for_kernels_run_by_them_and_others_by_call
         torch.testing.assert_close(engine(features_NCHW, plan), engine.reference(features_NCHW, programs_BL))
 
 
-def test_an_exception_of_a_module_ends_training_though_processes_load_data(odd, data, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    given = ("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "workers=1")
-    command = [sys.executable, "-m", "iep.cli.train", *map(str, given), "--modules", "odd:FailsModules"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("KeyError: 17\n")
-
-
-def test_values_of_a_kind_of_its_own_that_are_not_used_are_named_by_number():
-    modules = SimpleNamespace(role=lambda token: Role((2,) * arity(token), MAP))
-    tree = tree_run(("count", "exist", "scene"), modules)
-    assert tree.nodes[1].unused.endswith("an encoding, not a value of kind 2")
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--modules", "absent:Modules"], "No module named 'absent'; is it installed, or on PYTHONPATH?"),
         (["--modules", "gated:Absent"], "has no attribute 'Absent'"),
-        (["--modules", "gated:Gated"], "which has no method 'role' and is no set of modules"),
         (["--modules", "gatd"], "engine.modules is 'gatd', expected one of iep, tbd, pooled, vector"),
         (["--modules", "gated:GatedModules", "engine.module_settings.dept=2"], "unexpected keyword argument 'dept'"),
-        (["--modules", "gated:GatedModules", "engine.module_settings.depth=0"], "depth is 0, expected 1 or greater"),
         (["--modules", "tbd", "engine.module_settings.depth=2"], "the settings of modules tbd: got an unexpected"),
         (["--modules", "odd:OfPairsModules"], "the role of 'exist' has 2 arguments, expected 1, its arity"),
-        (["engine.module_settings=2"], "engine.module_settings is 2, expected a mapping of settings"),
     ],
 )
 def test_a_set_or_setting_that_does_not_exist_or_fit_is_one_line(odd, data, given, message, tmp_path):
@@ -191,18 +167,8 @@ def foreign(imported: Path, data: Path, runs: dict[str, Path], tmp_path: Path, m
     return runs | files | {"run": out, "begun": begun, "new": tmp_path / "new", "data": data}
 
 
-def say_of_iep(run: Path) -> None:
-    """Change the settings of a run, but not those of its networks, to the modules of iep."""
-    path = newest(run)
-    content = torch.load(path, weights_only=True)
-    content["config"]["engine"]["modules"] = "iep"
-    torch.save(content, path)
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(OUTSIDE[1], "iep"))
-
-
 LOADING = [
     (iep_eval, "--ee {run} --data {data} --workers 0"),
-    (iep_eval, "--ee {pt} --data {data} --workers 0"),
     (iep_eval, "--ee {safetensors} --data {data} --workers 0"),
     (iep_train, "--ee {run} --data {data} --out {new} --model ee iterations=1"),
     (iep_train, "--config {run}/config.yaml --data {data} --out {new} iterations=1"),
@@ -222,14 +188,6 @@ def test_code_that_a_file_names_is_executed_only_if_the_user_names_it_too(comman
     assert imported.exists()
 
 
-def test_a_benchmark_executes_no_code_that_its_file_names(foreign, imported):
-    config = ("--config", foreign["run"] / "config.yaml")
-    asynchronous = laboratory("async", "engine", *config, "--data", foreign["data"])
-    for result in (iep_bench("engine", *config), asynchronous):
-        assert_one_error(result, "give engine.modules='traced:TracedModules'")
-    assert not imported.exists()
-
-
 def test_iep_ask_executes_no_code_that_a_file_names_if_the_user_names_none_or_another(foreign, imported):
     given = ("--ee", foreign["run"], "--pg", foreign["pg"], "--image", IMAGE, "--question", "What?")
     assert_one_error(iep_ask(*given), "give --modules 'traced:TracedModules'")
@@ -237,41 +195,16 @@ def test_iep_ask_executes_no_code_that_a_file_names_if_the_user_names_none_or_an
     assert not imported.exists()
 
 
-@pytest.mark.parametrize("kind", ["run", "pt", "safetensors"])
-def test_iep_load_executes_code_that_a_file_names_only_if_it_is_given(kind, foreign, imported):
+def test_iep_load_executes_code_that_a_file_names_only_if_it_is_given(foreign, imported):
     with pytest.raises(InputError, match=r"in Python modules='traced:TracedModules'"):
-        iep.load(foreign[kind], pg=foreign["pg"])
+        iep.load(foreign["run"], pg=foreign["pg"])
     assert not imported.exists()
-    assert iep.load(foreign[kind], pg=foreign["pg"], modules="traced:TracedModules")
+    assert iep.load(foreign["run"], pg=foreign["pg"], modules="traced:TracedModules")
     assert imported.exists()
 
 
-def test_a_checkpoint_to_resume_whose_networks_have_other_modules_than_its_settings_executes_none(
-    foreign, imported, data
-):
-    say_of_iep(foreign["run"])
-    result = iep_train("--data", data, "--out", foreign["run"], "--resume", "iterations=9")
-    assert_one_error(result, "its modules are 'traced:TracedModules'")
-    assert not imported.exists()
-
-
-@pytest.mark.parametrize("command", [iep_eval, iep_ask])
-def test_modules_that_a_command_does_not_use_are_one_line(command, runs, data):
-    wrong = ("--modules", "gated:GatedModules", "--baseline", runs["lstm"])
-    result = command(*wrong, *(("--data", data) if command is iep_eval else ("--question", "What?")))
-    assert result.exit_code != 0
-    assert "modules" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("code", "problem"),
-    [("import sys; sys.exit(0)", "SystemExit: 0"), ("raise SystemExit", "SystemExit"), ("1 / 0", "ZeroDivisionError")],
-)
-def test_a_module_that_ends_the_program_when_it_is_imported_is_one_line(code, problem, foreign, data, tmp_path):
-    (tmp_path / "traced.py").write_text(code)
-    message = f"modules is 'traced:TracedModules', and importing it failed with {problem}"
-    with pytest.raises(InputError, match=message):
-        load_network(foreign["run"], "engine", VOCAB, torch.device("cpu"), modules="traced:TracedModules")
+def test_a_module_that_ends_the_program_when_it_is_imported_is_one_line(foreign, data, tmp_path):
+    (tmp_path / "traced.py").write_text("import sys; sys.exit(0)")
+    message = "modules is 'traced:TracedModules', and importing it failed with SystemExit: 0"
     given = ("--model", "ee", "--data", data, "--out", tmp_path / "new", *tiny("ee"), *OUTSIDE)
     assert_one_error(iep_train(*given), message)

@@ -17,7 +17,6 @@ from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import (
     Sample,
     balanced,
-    check_options,
     costs_of,
     describe_engine,
     read_placement,
@@ -101,27 +100,6 @@ def test_an_invalid_placement_file_is_an_error_of_one_line(
     with pytest.raises(InputError) as error:
         read_placement(path, PARTS, devices)
     assert all(word in str(error.value) for word in [str(path), *words]), error.value
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("none", ("cpu",)), "--devices cpu is for --placement"),
-        (("balanced", ("cpu", "auto")), "invalid device 'auto', expected names such as cpu or cuda:0"),
-        (("round-robin", ()), "needs two devices or more"),
-        (("round-robin", ("cpu",)), "needs two devices or more"),
-        (("balanced", ("cpu", "cpu"), "cpu"), "--device cpu together with --devices cpu,cpu"),
-        (("balanced", ("cpu", "cpu"), "auto", False), "is for an execution engine, and there is none"),
-        (
-            ("ballanced", ("cpu", "cpu")),
-            "nor one of none, round-robin, balanced; did you mean 'balanced'",
-        ),
-    ],
-)
-def test_options_that_contradict_each_other_are_an_error(options: tuple, words: str) -> None:
-    with pytest.raises(InputError) as error:
-        check_options(*options)
-    assert words in str(error.value)
 
 
 def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that_programs_make() -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.error import URLError
@@ -13,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from ask_cases import IMAGE, SAMPLE, answered, iep_ask
+from ask_cases import SAMPLE
 from clevr_files import write_images
 from click.testing import CliRunner
 from evaluate_cases import iep_eval
-from features_cases import FILE, PATCHES, RESNET, WatchedPatches, features, run
+from features_cases import FILE, PATCHES, RESNET, features, run
 from PIL import Image
 from tiny_data import newest, tiny_config, write_data
 from torch.nn import functional
@@ -33,20 +32,7 @@ from iep.preprocess.images import open_image, read_image
 from iep.training.run_training import train
 
 
-def test_memory_does_not_grow_with_the_number_of_images(tmp_path, out):
-    anonymous_kb = []
-
-    def measure() -> None:
-        status = Path("/proc/self/status").read_text()
-        anonymous_kb.append(int(status.partition("RssAnon:")[2].split()[0]))
-
-    images = write_images(tmp_path / "CLEVR", "val", 330)
-    preprocess_features({"val": images}, out, WatchedPatches(16, measure), batch_size=1, workers=1)
-    row_kb = 3 * 224 * 224 * 4 / 1000
-    assert anonymous_kb[-1] - anonymous_kb[-150] < 0.5 * 150 * row_kb
-
-
-@pytest.mark.parametrize(("name", "stage"), [("resnet18", 1), ("resnet18", 4), ("resnet50", 3), ("resnet101", 4)])
+@pytest.mark.parametrize(("name", "stage"), [("resnet18", 4), ("resnet50", 3)])
 def test_random_weights_give_features_of_the_size_of_pretrained_ones(name, stage):
     extract = ResNet(name, stage, "random", seed=1).extractor(torch.device("cpu"))
     pixels = torch.tensor(read_image(SAMPLE / "images/val/CLEVR_val_000002.png", (96, 96)).copy())[None]
@@ -131,10 +117,7 @@ def test_resnet_rows_equal_torchvisions_network_cut_by_hand_of_whichever_weights
         (lambda image: image.rename(image.with_name("CLEVR_val_000009.png")), "image index 3 is missing, while 9 is"),
         (lambda image: image.rename(image.with_name("CLEVR_new_000002.png")), "2 is also that of CLEVR_new_000002.png"),
         (lambda image: image.rename(image.with_name("picture.png")), "picture.png: no image index in the name"),
-        (lambda image: image.write_bytes(b""), "CLEVR_val_000003.png: not an image"),
-        (lambda image: image.write_bytes(b"\x89PNG\r\n\x1a\n"), "CLEVR_val_000003.png: not an image"),
         (lambda image: os.truncate(image, 300), "CLEVR_val_000003.png: not an image"),
-        (lambda image: (image.unlink(), image.mkdir()), "CLEVR_val_000003.png: is a directory, expected an image"),
         (lambda image: (image.unlink(), os.mkfifo(image)), "3.png: is not a regular file, expected an image"),
     ],
 )
@@ -149,9 +132,7 @@ def test_wrong_weight_files_are_one_clear_line(clevr, out, tmp_path):
     weights = tmp_path / "weights.pth"
     for content, problem in (
         ({k: v for k, v in state.items() if k != "conv1.weight"}, "'conv1.weight' is missing"),
-        (state | {"layer3.2.conv1.weight": torch.zeros(1)}, "'layer3.2.conv1.weight' is not part of it"),
         (state | {"conv1.weight": torch.zeros(3)}, "size mismatch for conv1.weight"),
-        ([1, 2], "TypeError"),
         (torch.nn.Linear(1, 1), "not a state dict of resnet18"),
     ):
         torch.save(content, weights)
@@ -176,25 +157,10 @@ def test_a_failed_download_is_one_clear_line(clevr, out, monkeypatch, tmp_path):
     assert "the weights of resnet18 cannot be downloaded" in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("operator torchvision::nms does not exist"), ImportError("no symbol")])
-def test_a_torchvision_that_does_not_fit_its_torch_is_one_clear_line(clevr, out, monkeypatch, error):
-    class Broken:
-        def find_spec(self, name, *_args):
-            if name == "torchvision":
-                raise error
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    line = run(clevr, "--out", out, *RESNET, "--weights", "random", code=1)
-    assert f"torchvision cannot be imported ({error}); install the version that belongs to torch" in line
-    run(clevr, "--out", out, *PATCHES)  # patches do without it
-
-
 # Images of many kinds
 
 
-@pytest.mark.parametrize("kind", ["png", "tif", "pgm"])
+@pytest.mark.parametrize("kind", ["png", "tif"])
 def test_16_bits_of_grey_are_rounded_to_the_nearest_of_8(tmp_path, kind):
     narrow, wide = saved(tmp_path / "8.png", GREY_HW), saved(tmp_path / f"16.{kind}", GREY_HW.astype("u2") * 257)
     pixels = np.asarray(open_image(wide))
@@ -202,13 +168,6 @@ def test_16_bits_of_grey_are_rounded_to_the_nearest_of_8(tmp_path, kind):
     assert np.array_equal(pixels, np.asarray(open_image(narrow)))
     between = saved(tmp_path / f"a.{kind}", np.array([[0, 128, 129, 65535 - 129, 65535 - 128, 65535]], dtype="u2"))
     assert np.asarray(open_image(between))[0, :, 0].tolist() == [0, 0, 1, 254, 255, 255]
-
-
-@pytest.mark.parametrize(("dtype", "words"), [("float32", "fractions (mode F)"), ("int32", "of 32 bits (mode I)")])
-def test_numbers_that_do_not_say_what_is_white_are_refused(tmp_path, dtype, words):
-    path = saved(tmp_path / "a.tif", GREY_HW.astype(dtype))
-    with pytest.raises(InputError, match=f"{re.escape(str(path))}.*{re.escape(words)}"):
-        open_image(path)
 
 
 GREY_HW = np.arange(256, dtype=np.uint8).reshape(8, 32)
@@ -223,7 +182,7 @@ def saved(path: Path, pixels: np.ndarray, **options: object) -> Path:
 
 @pytest.mark.parametrize(
     ("orientation", "seen"),
-    [(1, lambda x: x), (2, np.fliplr), (6, lambda x: np.rot90(x, -1))],
+    [(2, np.fliplr), (6, lambda x: np.rot90(x, -1))],
 )
 def test_a_picture_is_turned_as_its_exif_data_say(tmp_path, orientation, seen):
     exif = Image.Exif()
@@ -257,8 +216,9 @@ def patches_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("flags", [PATCHES, (*RESNET, "--weights", "random", "--seed", 3)], ids=["patches", "resnet"])
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [(PATCHES, "float16"), ((*RESNET, "--weights", "random", "--seed", 3), "float32")]
+)
 def test_one_images_features_equal_its_row_of_the_file(clevr, out, flags, dtype):
     run(clevr, "--out", out, *flags, "--dtype", dtype)
     backbone = backbone_of(Features(out / FILE).recipe)
@@ -297,38 +257,15 @@ def test_checkpoints_of_models_that_read_images_keep_the_recipe(patches_data, tm
     [
         (ResNet(), {"backbone": "vgg16"}, None, "backbone 'vgg16', which this version does not know"),
         (ResNet(), {"stage": 5}, None, "stage 5, expected a whole number from 1 to 4"),
-        (ResNet(), {"image_size": "large"}, None, "image_size large, expected a whole number"),
-        (ResNet(), {"image_size": 60_000}, None, "image_size 60000, expected a whole number from 1"),
         (ResNet(), {"normalisation": "none"}, None, "normalisation none, not with ImageNet mean and standard"),
-        (ResNet("resnet18", weights="random"), {"weights": "random, seed 0"}, None, "weights random, seed 0"),
         (ResNet(), {"weights": "file 0123"}, None, "those of a file 0123 (its SHA-256): give --weights FILE"),
         (ResNet(), {"weights": "file 0123"}, "random", "file 0123, not with random, outputs of order 1, seed 0"),
-        (Patches(), {"patch_size": 60_000}, None, "patch_size 60000, expected a whole number from 1 to 292"),
         (Patches(), {}, "random", "no weights"),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused(backbone, change, weights, expected):
     with pytest.raises(InputError, match=re.escape(expected)):
         backbone_of(backbone.recipe() | change, weights)
-
-
-def test_attributes_that_name_no_backbone_are_not_a_recipe(patches_data, data, tmp_path):
-    assert Features(patches_data / "train_features.h5").recipe == PATCHES_OF_2
-    assert Features(data / "train_features.h5").recipe == {}
-    other = Path(shutil.copytree(patches_data, tmp_path / "data"))
-    with h5py.File(other / "train_features.h5", "r+") as file:
-        attributes = file["features"].attrs
-        attributes["list"] = np.arange(3)
-        assert Features(other / "train_features.h5").recipe == PATCHES_OF_2
-        for name in list(attributes):
-            del attributes[name]
-        attributes["author"], attributes["version"] = "someone", 2
-    assert Features(other / "train_features.h5").recipe == {}
-    train(tiny_config(other, "ee", "iterations=1"), tmp_path / "ee", resume=False)
-    asked = ("--ee", tmp_path / "ee", "--image", IMAGE, "--program", "count scene")
-    result = iep_ask(*asked)
-    assert "assumed to be 14x14 patches of 2x2 pixels" in result.stderr
-    assert answered(*asked, *PATCHES) == result.stdout
 
 
 def test_features_made_otherwise_than_those_trained_on_are_reported(patches_data, tmp_path, capsys):
@@ -345,12 +282,3 @@ def test_features_made_otherwise_than_those_trained_on_are_reported(patches_data
         config = tiny_config(data, "ee", "iterations=1", f"ee={tmp_path / 'ee'}")
         train(config, tmp_path / f"from-{count}", resume=False)
         assert capsys.readouterr().out.count(told) == count
-
-
-@pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_features_are_made_without_standard_streams(tmp_path, out, monkeypatch, closed):
-    write_images(tmp_path / "CLEVR", "val", 3)
-    monkeypatch.setattr(sys, closed, None)
-    given = (tmp_path / "CLEVR", "--out", out, *PATCHES, "--only", "features", "--workers", 0, "--device", "cpu")
-    main(list(map(str, given)), standalone_mode=False)
-    assert len(features(out / FILE)) == 3

@@ -10,15 +10,10 @@ import h5py
 import numpy as np
 import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
-from click.testing import CliRunner
 from features_cases import PATCHES, RESNET
 from features_cases import run as preprocess
-from tiny_data import files_no_larger_than, tiny, write_h5
+from tiny_data import write_h5
 
-from iep.cli.evaluate import main as iep_eval
-from iep.cli.preprocess import main
-from iep.cli.synth import main as iep_synth
-from iep.cli.train import main as iep_train
 from iep.vocab import Vocab
 
 
@@ -141,24 +136,6 @@ def test_the_vocabulary_of_clevr_comes_with_the_package(clevr, out, tmp_path, mo
     assert run(clevr, "--out", out, "--vocab", "clevr").count("already done") == 4
 
 
-def test_a_synthetic_data_set_too_small_to_hold_every_token_is_trained_and_evaluated_on(out, tmp_path):
-    synthetic, run_directory = tmp_path / "synthetic", tmp_path / "run"
-    sizes = ("--train", 3, "--val", 3, "--test", 1, "--questions-per-image", 4)
-    commands = [
-        (iep_synth, synthetic, "--preset", "mini", "--width", 60, "--height", 40, *sizes),
-        (main, synthetic, "--out", out, "--backbone", "patches", "--patch-size", 1, "--workers", 0),
-        (iep_train, "--model", "ee", "--data", out, "--out", run_directory, *tiny("ee"), "iterations=1"),
-        (iep_eval, "--ee", run_directory, "--data", out, "--workers", 0),
-    ]
-    for command, *arguments in commands:
-        result = CliRunner().invoke(command, [str(argument) for argument in arguments])
-        assert result.exit_code == 0, result.output
-    train, val = (read(out / f"{split}_questions.h5")["answers"].tolist() for split in ("train", "val"))
-    assert set(val) - set(train)
-    answers = Vocab.load(out / "vocab.json").answer
-    assert [answer for answer in answers if answer.isdigit()] == ["0", "1", "2", "3"]  # of at most three objects
-
-
 @pytest.mark.parametrize(
     ("change", "difference"),
     [("questions", "questions_digest"), ("--encode-unk", "encode_unk"), ("--unk-threshold=3", "vocab_digest")],
@@ -194,78 +171,41 @@ def test_done_files_are_skipped_and_truncated_ones_named(clevr, out):
     assert broken.read_bytes() == before[broken.name][0]
 
 
-def test_replacing_the_vocabulary_says_which_files_no_longer_fit(clevr, out):
-    run(clevr, "--out", out)
-    write_questions(clevr, "train", [question(0, 0, "train") | {"question": "How many new words?"}])
-    output = run(clevr, "--out", out, "--split", "train", "--overwrite")
-    assert f"{out / 'val_questions.h5'}: encoded with another vocabulary" in output
-
-
 ONE = '{"question": "How?", "image_index": 0'
 CALL = '{"function": "count", "inputs": []}'
 BAD_QUESTIONS = [
     ("3", "question 0 is 3, expected an object"),
     ('{"text": "How?"}', "question 0: 'question' is None, expected a text; the keys are text"),
-    ('{"question": 5}', "question 0: 'question' is 5, expected a text"),
-    ('{"question": "How?", "image_index": 3000000000}', "'image_index' is 3000000000, expected an"),
-    ('{"question": "How?", "image_filename": "CLEVR_val_3000000000.png"}', "is 3000000000, expected an integer of 32"),
     ('{"question": "How?"}', "question 0: expected the key 'image_index', or 'image_filename'"),
     ('{"question": "How?", "image_index": "0"}', "'image_index' is '0', expected an integer"),
-    (ONE + ', "answer": 1.5}', "'answer' is 1.5, expected"),
     (ONE + ', "answer": 1}, ' + ONE + "}", "question 1: 'answer' is missing, unlike in the questions"),
     (ONE + ', "program": [' + CALL + "]}", "question 0: program call 0 (count) has inputs [], expected 1"),
 ]
 BAD_FILES = [
     *((f'{{"questions": [{questions}]}}', message) for questions, message in BAD_QUESTIONS),
-    ("", "not a CLEVR question file"),
-    *((text, "with a list under the key 'questions'") for text in ("[1, 2]", '{"scenes": []}', '{"questions": {}}')),
+    ('{"scenes": []}', "with a list under the key 'questions'"),
     ('{"questions": []}', "the list 'questions' is empty"),
-    ('{"questions": [' + "[" * 10_000, "nested too deeply"),
-    ('{"questions": [{"question": "How?", "image_index": ' + "1" * 5000, "not a CLEVR question file"),
     ('{"questions": [' + ONE + "}", "line 1 column 54"),
-    ('{"questions": [{"question": "How?", "image_ind', "line 1 column 37"),
-    (None, "is not a regular file"),
 ]
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_FILES, ids=[message for _, message in BAD_FILES])
 def test_a_file_that_is_not_clevr_is_named_with_what_was_expected(clevr, out, content, message):
     path = clevr / "questions" / "CLEVR_train_questions.json"
-    if content is None:
-        path.unlink()
-        os.mkfifo(path)
-    else:
-        path.write_text(content)
+    path.write_text(content)
     line = run(clevr, "--out", out, "--split", "train", code=1)
     assert f"{path}: " in line
     assert message in line
     assert not out.exists() or not list(out.iterdir())
 
 
-def test_a_full_disk_is_one_line_and_leaves_earlier_files_untouched(clevr, out):
-    run(clevr, "--out", out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    write_questions(clevr, "train", [question(n, n % 3, "train", COLORS[n % 3]) for n in range(2000)])
-    with files_no_larger_than(50_000):
-        line = run(clevr, "--out", out, "--overwrite", code=1)
-    assert f"{out / 'train_questions.h5'}: file size limit reached" in line
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
 REFUSED = [
     (("--questions", "x.json"), "--questions goes with exactly one --split", 2),
-    (("--questions", "x.json", "--split", "a", "--split", "b"), "--questions goes with exactly one --split", 2),
-    (("--out", ""), "'--out': the name is empty, expected a directory", 2),
     (("--expand-vocab",), "--expand-vocab goes with --vocab", 2),
     ((*PATCHES, "--stage", 3), "--stage does not go with --backbone patches", 2),
-    ((*PATCHES, "--weights", "random"), "--weights does not go with --backbone patches", 2),
     ((*RESNET, "--patch-size", 8), "--patch-size does not go with --backbone resnet18", 2),
-    (("--stage", 5), "5 is not in the range 1<=x<=4", 2),
-    (("--backbone", "patches", "--patch-size", 60_000), "60000 is not in the range 1<=x<=256", 2),
-    (("--split", "valid"), "no images of split 'valid' (found: train, val, test)", 1),
     (("--only", "questions", "--split", "valid"), "no questions of split 'valid' (found: train, val, test)", 1),
     (("--split", "val"), "preprocess the train split first or give --vocab FILE", 1),
-    (("--vocab", "absent.json"), "absent.json: no such file", 1),
     (("--questions", "absent.json", "--split", "val", "--vocab", "v"), "absent.json: no such file", 1),
 ]
 
@@ -287,10 +227,3 @@ def test_questions_about_images_that_are_not_there_are_named(clevr, out, images_
     line = run(clevr, "--out", out, "--split", "train", code=1)
     assert "CLEVR_train_questions.json: question 1 is about image 3, but there are 3 images (0 to 2)" in line
     assert not (out / "vocab.json").exists()
-
-
-@pytest.mark.skipif("IEP_CLEVR_DIR" not in os.environ, reason="IEP_CLEVR_DIR names no CLEVR directory")
-def test_real_clevr_encodes_with_a_vocabulary_of_its_own(out):
-    run(os.environ["IEP_CLEVR_DIR"], "--out", out, "--split", "train")
-    vocab = Vocab.load(out / "vocab.json")
-    assert {"count", "filter_color[red]", "scene"} <= set(vocab.program)

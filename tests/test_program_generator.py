@@ -1,15 +1,20 @@
-"""The generator's network against an LSTM written out by hand, one question and one token at a time."""
+"""The generator's network against an LSTM written out by hand, one question and one token at a time, and decoding of
+whole minibatches against loops over single questions and against all programs there are."""
 
 import re
+from copy import deepcopy
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from device_cases import DEVICES
+from sequence_cases import QUESTIONS, gradients, pad_rows, random_rows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from torch.nn.utils.rnn import pad_sequence
 
 from iep.models.build import build
+from iep.program_generator.decode import beam, greedy, sample
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import END, NULL, START
 
@@ -25,16 +30,6 @@ def make_model(seed: int = 0, **kwargs: int) -> Seq2Seq:
         for parameter in model.parameters():
             parameter.mul_(3)
     return model
-
-
-def pad_rows(rows: list[list[int]]) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=NULL)
-
-
-def random_rows(count: int, num_tokens: int, longest: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest - 1, (count,), generator=generator).tolist()
-    return [[START, *torch.randint(3, num_tokens, (n,), generator=generator).tolist(), END] for n in lengths]
 
 
 def naive_lstm_step(rnn: nn.LSTM, x: Tensor, state: LayerStates) -> LayerStates:
@@ -74,12 +69,6 @@ def naive_logits(model: Seq2Seq, question: list[int], program: list[int]) -> Ten
     return torch.stack(logits)
 
 
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-
-
-QUESTIONS = random_rows(7, 9, 9, seed=1)
 PROGRAMS = random_rows(7, 8, 8, seed=2)
 
 
@@ -112,21 +101,194 @@ def test_neither_more_padding_nor_other_questions_change_anything():
     assert model.encode(questions[:0]).shape == (0, 6)
 
 
-def test_dropout_does_nothing_in_one_layer_and_torch_does_not_warn_of_it(recwarn: pytest.WarningsRecorder):
-    models = [make_model(num_layers=1, dropout=dropout).train() for dropout in (0.0, 0.5)]
-    assert torch.equal(*(model(pad_rows(QUESTIONS), pad_rows(PROGRAMS)) for model in models))
-    assert not recwarn.list
-
-
-def test_teacher_forcing_calls_each_lstm_once():
-    model, calls = make_model(), []
-    for name in ("encoder_rnn", "decoder_rnn"):
-        getattr(model, name).register_forward_hook(lambda *_, name=name: calls.append(name))
-    model.loss(pad_rows(QUESTIONS), pad_rows(PROGRAMS))
-    assert calls == ["encoder_rnn", "decoder_rnn"]
-
-
 @pytest.mark.parametrize("shape", [(4,), (2, 0), (2, 3, 4)])
 def test_tokens_that_are_no_matrix_are_refused_with_their_shape(shape):
     with pytest.raises(ValueError, match=rf"{re.escape(str(shape))}.*expected \(examples, tokens\)"):
         make_model().encode(torch.zeros(shape, dtype=torch.long))
+
+
+# Decoding
+
+NUM_TOKENS = 6  # the special tokens and two more
+LETTERS = (3, 4, 5)  # tokens other than <END> that a program may hold
+
+
+@cache
+def trained_decoder(seed: int) -> Seq2Seq:
+    """A generator trained just long enough to give different questions different programs, without certainty."""
+    model = make_model(seed, num_program_tokens=NUM_TOKENS)
+    programs = pad_rows(random_rows(len(QUESTIONS), NUM_TOKENS, 7, seed=seed + 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model.loss(pad_rows(QUESTIONS), programs).backward()
+        optimizer.step()
+    return model
+
+
+def make_decoder(seed: int = 0, end_bias: float = 0.0) -> Seq2Seq:
+    model = deepcopy(trained_decoder(seed))
+    with torch.no_grad():
+        model.decoder_linear.bias[END] += end_bias
+    return model
+
+
+def never_special(model: Seq2Seq) -> Seq2Seq:
+    """The same model with no probability to speak of for `<NULL>` and `<START>`."""
+    with torch.no_grad():
+        model.decoder_linear.bias[[NULL, START]] = -1e4
+    return model
+
+
+def unpadded(programs_BL: Tensor) -> list[list[int]]:
+    return [[token for token in row if token != NULL] for row in programs_BL.tolist()]
+
+
+def naive_greedy(model: Seq2Seq, question: list[int], max_length: int) -> list[int]:
+    program = [START]
+    while len(program) < max_length and program[-1] != END:
+        program.append(int(naive_logits(model, question, program)[-1].argmax()))
+    return program
+
+
+def naive_log_prob(model: Seq2Seq, question: list[int], program: list[int], temperature: float = 1.0) -> Tensor:
+    """Log probability of a program's tokens after `<START>`, where none can be `<NULL>` or `<START>`."""
+    logits = naive_logits(model, question, program[:-1])[:, 2:] / temperature
+    return sum(row.log_softmax(0)[token - 2] for row, token in zip(logits, program[1:], strict=True))
+
+
+def all_programs(max_length: int) -> list[list[int]]:
+    """Every program that decoding can give: ended, or cut off at `max_length`."""
+    steps = max_length - 1
+    ended = [[START, *body, END] for n in range(steps) for body in product(LETTERS, repeat=n)]
+    return ended + [[START, *body] for body in product(LETTERS, repeat=steps)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(2))
+def test_greedy_matches_a_loop_over_single_questions(seed, device):
+    model = never_special(make_decoder(seed)).to(device)
+    programs = greedy(model, pad_rows(QUESTIONS).to(device), max_length=7)
+    expected = [naive_greedy(model, question, 7) for question in QUESTIONS]
+    assert unpadded(programs) == expected
+    assert len({tuple(program) for program in expected}) > 2, "the case should hold different programs"
+
+
+DECODERS = {
+    "greedy": lambda *arguments: greedy(*arguments),
+    "sample": lambda *arguments: sample(*arguments)[0],
+    "beam": lambda model, questions, most: beam(model, questions, 3, most)[0],
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_programs_end_with_end_and_nulls_and_are_cut_off_at_max_length_but_by_beam_search(name):
+    questions, decode = pad_rows(QUESTIONS), DECODERS[name]
+    for most in (2, 30):
+        assert decode(make_decoder(end_bias=1e4), questions, most).tolist() == [[START, END]] * 7
+    torch.manual_seed(0)
+    programs = decode(never_special(make_decoder()), questions.repeat(40, 1), 9)
+    after_end = (programs == END).cumsum(1) - (programs == END).long() > 0
+    assert (programs[:, 0] == START).all()
+    assert ((programs == NULL) == after_end).all()
+    assert (programs[:, -1] != NULL).any(), "programs are as wide as the longest"
+    programs = decode(never_special(make_decoder(end_bias=-1e3)), questions, 5)
+    assert programs.shape == (7, 5)
+    assert (programs == END).sum(1).tolist() == [int(name == "beam")] * 7
+
+
+def naive_beam(model: Seq2Seq, question: list[int], beam_size: int, max_length: int) -> tuple[list[int], float]:
+    hypotheses, ended = [([START], 0.0)], []
+    for step in range(1, max_length):
+        tokens = [END] if step == max_length - 1 else [END, *LETTERS]
+        grown = [[*program, token] for program, _ in hypotheses for token in tokens]
+        scored = [(program, naive_log_prob(model, question, program).item()) for program in grown]
+        kept = sorted(scored, key=lambda pair: -pair[1])[:beam_size]
+        ended += [pair for pair in kept if pair[0][-1] == END]
+        hypotheses = [pair for pair in kept if pair[0][-1] != END]
+    return max(ended, key=lambda pair: pair[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("beam_size", "max_length"), [(1, 7), (3, 7), (NUM_TOKENS**2, 4)])
+@pytest.mark.parametrize(("seed", "end_bias", "special_bias"), [(1, 0.0, 0.0), (4, -4.0, 50.0)])
+def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(
+    beam_size, max_length, seed, end_bias, special_bias, device
+):
+    """The widest beam holds every prefix, so that it finds the likeliest program of all."""
+    model = make_decoder(seed, end_bias).to(device)
+    with torch.no_grad():
+        model.decoder_linear.bias[[NULL, START]] += special_bias  # tokens that are never chosen
+        programs, scores = beam(model, pad_rows(QUESTIONS).to(device), beam_size, max_length)
+        naive = [naive_beam(model, question, beam_size, max_length) for question in QUESTIONS]
+    assert unpadded(programs) == [program for program, _ in naive]
+    assert scores.tolist() == pytest.approx([score for _, score in naive])
+
+
+def test_sampled_programs_occur_as_often_as_their_probabilities_say():
+    model, draws = make_decoder(2, end_bias=1.0), 20_000
+    with torch.no_grad():
+        model.decoder_linear.bias[[NULL, START]] = 5.0  # likely tokens that sampling must leave out
+    for temperature in (1.0, 3.0):
+        torch.manual_seed(5)
+        questions = torch.tensor([QUESTIONS[0]]).expand(draws, -1)
+        programs, _ = sample(model, questions, 4, temperature)
+        drawn = unpadded(programs)
+        possible = all_programs(4)
+        assert all(program in possible for program in drawn)
+        probs = torch.stack([naive_log_prob(model, QUESTIONS[0], p, temperature) for p in possible]).exp()
+        assert probs.sum().item() == pytest.approx(1.0)
+        counts = torch.tensor([drawn.count(program) for program in possible])
+        expected = probs.detach() * draws
+        often = expected >= 5
+        chi_square = ((counts - expected)[often] ** 2 / expected[often]).sum()
+        degrees = int(often.sum()) - 1
+        # Four standard deviations above the mean of the chi-square distribution.
+        assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
+        assert abs((counts - expected)[~often].sum()) < 5 * (expected[~often].sum() + 1) ** 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sampled_log_probs_and_reinforce_gradients_match_a_naive_loop(temperature, device):
+    model = make_decoder(4, end_bias=1.0).to(device)
+    torch.manual_seed(0)
+    questions = pad_rows(QUESTIONS).to(device)
+    programs, log_probs = sample(model, questions, 6, temperature)
+    lengths = {len(program) for program in unpadded(programs)}
+    assert len(lengths) > 1, "the case should hold programs of different lengths"
+    rows = zip(QUESTIONS, unpadded(programs), strict=True)
+    naive = torch.stack([naive_log_prob(model, question, program, temperature) for question, program in rows])
+    torch.testing.assert_close(log_probs, naive)
+    advantages = torch.linspace(-1, 1, len(QUESTIONS), dtype=torch.float64, device=device)
+    surrogate, naive_surrogate = (-(advantages * values).mean() for values in (log_probs, naive))
+    torch.testing.assert_close(gradients(model, surrogate), gradients(model, naive_surrogate))
+
+
+def test_under_autocast_programs_losses_and_gradients_are_those_of_float32():
+    model, questions = make_decoder(end_bias=1.0).float(), pad_rows(QUESTIONS)
+
+    def computed():
+        torch.manual_seed(0)
+        drawn, log_probs = sample(model, questions, 6)
+        loss = model.loss(questions, drawn) - log_probs.sum()
+        return drawn, loss, greedy(model, questions, 6), *beam(model, questions, 3, 6)
+
+    expected = computed()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = computed()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(model, found[1]), gradients(model, expected[1]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
+        (lambda m, q: greedy(m, q, 1), "max_length is 1"),
+        (lambda m, q: beam(m, q, 0, 5), "beam_size is 0"),
+        (lambda m, q: sample(m, q, 5, temperature=0.0), r"temperature is 0\.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(decode, message):
+    with pytest.raises(ValueError, match=message):
+        decode(make_decoder(), pad_rows(QUESTIONS))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import Result
 from killing import MEASURED, run_parts
 from tiny_data import assert_one_error, newest, tiny, tiny_config
@@ -56,12 +55,9 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     "settings",
     [
         ("model=ee", "engine.stem_norm=true", "warmup=3", "decay=cosine", "curriculum=[[0, 5], [3, 99]]"),
-        ("model=ee", "precision=bfloat16", "workers=2", "clip_gradients=1"),
-        ("model=ee", "engine.modules=tbd", "attention_penalty=0.001", "workers=1", "defer_weight_grads=true"),
+        ("model=ee", "engine.modules=tbd", "workers=1", "defer_weight_grads=true", "clip_gradients=1"),
         ("model=pg", "generator.dropout=0.5", "generator.num_layers=2", "weight_decay=0.1"),
-        ("model=lstm", "lstm.dropout=0.5", "lstm.num_layers=2", "precision=bfloat16"),
-        ("model=cnn-lstm", "cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true", "questions_per_image=2"),
-        ("model=cnn-lstm-sa", "cnn_lstm_sa.classifier_dropout=0.5", "precision=bfloat16", "freeze=rnn"),
+        ("model=cnn-lstm", "cnn_lstm.classifier_norm=true", "precision=bfloat16", "freeze=rnn"),
         ("model=joint", "temperature=2"),
     ],
 )
@@ -70,7 +66,7 @@ def test_a_run_stopped_everywhere_gives_the_bits_of_an_unbroken_one(data, parts,
     assert go(tmp_path / "unbroken", data, *settings).exit_code == 0
 
     stops += [("step", n) for n in range(1, LENGTH + 1)] + [("validation", n) for n in (2, 4, LENGTH)]
-    if "workers=2" in settings:  # which take long to start
+    if "workers=1" in settings:  # which take long to start
         stops[:] = [("step", 1), ("validation", 2), ("step", 4)]
     for left in range(len(stops), 0, -1):
         result = go(tmp_path / "stopped", data, *settings)
@@ -143,20 +139,6 @@ def test_a_run_that_crashed_resumes_to_the_same_bits(data, parts, tmp_path: Path
     assert all(ours[name] == theirs[name] for name in theirs.keys() - set(MEASURED))
 
 
-def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: list[str], tmp_path: Path):
-    short, long = (tiny_config(data, "joint", f"iterations={n}", *parts) for n in (4, 8))
-    train(long, tmp_path / "long", resume=False)
-    train(short, tmp_path / "resumed", resume=False)
-    train(long, tmp_path / "resumed", resume=True)
-    assert run_parts(tmp_path / "resumed") == run_parts(tmp_path / "long")
-
-
-def test_a_resumed_run_takes_the_weight_decay_asked_for(data: Path, tmp_path: Path):
-    train(tiny_config(data, "lstm", "iterations=2"), tmp_path, resume=False)
-    train(tiny_config(data, "lstm", "weight_decay=0.5"), tmp_path, resume=True)
-    assert load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
-
-
 def test_resuming_a_complete_run_does_nothing(data: Path, tmp_path: Path):
     config = tiny_config(data, "lstm")
     train(config, tmp_path, resume=False)
@@ -226,7 +208,6 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_newest_good_one(data: Pat
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("model=pg",), "it has other networks; without it, the next"),
         (("model=lstm", "lstm.hidden_dim=5"), "it has other networks; without it, the next"),
         (("model=lstm", "validate_every=1", "iterations=1"), "it is of iteration 1 and accuracy"),
     ],
@@ -239,14 +220,6 @@ def test_the_best_checkpoint_of_another_run_is_refused(data: Path, tmp_path: Pat
     assert_one_error(result, f"{tmp_path / 'run' / BEST}: belongs to another run than step-5.pt: {words}")
 
 
-OUT_OF_MEMORY = [
-    MemoryError(),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
-]
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     ("method", "words"),
     [
@@ -255,10 +228,10 @@ OUT_OF_MEMORY = [
     ],
 )
 def test_memory_that_runs_out_is_one_line_with_the_setting_that_helps(
-    data: Path, tmp_path: Path, monkeypatch, method: str, words: str, error: Exception
+    data: Path, tmp_path: Path, monkeypatch, method: str, words: str
 ):
     def greedy(self: object, batch: Batch) -> Tensor:
-        raise error
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")
 
     monkeypatch.setattr(f"iep.training.tasks.Task.{method}", greedy)
     assert_one_error(go(tmp_path / "run", data, "model=lstm"), f"cpu: not enough memory for {words}")

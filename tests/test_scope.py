@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from iep.dynamic import Future, scope
 
@@ -108,11 +107,6 @@ class Pair(nn.Module):
         return {"total": total if bias is None else total + bias, "difference": (parts["left"] - parts["right"][0],)}
 
 
-class Checkpointed(nn.Linear):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False).tanh()
-
-
 def hooked(register, hook):
     def make():
         network = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -189,24 +183,9 @@ def test_outputs_gradients_and_buffers_are_those_of_plain_code(granularity, what
         assert all(why_singly in reason for reason in reasons), reasons
 
 
-def test_a_checkpoint_is_batched_by_its_operations():
-    (expected, _), (found, batch) = (outcome(lambda: Checkpointed(2, 2), plain, each) for each in (None, "op"))
-    assert_same(found, expected, 1e-9)
-    assert all(op.how != "singly" for op in batch.report().ops)
-
-
 def layer_and_samples(count=6):
     torch.manual_seed(0)
     return nn.Linear(2, 2).double(), list(torch.randn(count, 2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("function", [torch.mul, lambda x, y: torch.where(y > 0, x, y)])
-def test_scalars_promote_dtypes_as_in_one_sample(function):
-    number, vector = torch.tensor(2.0, dtype=torch.float64), torch.ones(3)
-    with scope() as batch:
-        found = [batch.wrap(function)(number, vector) for _ in range(2)]
-    assert found[0].dtype == found[0].value.dtype == torch.float32
-    torch.testing.assert_close(found[0].value, function(number, vector))
 
 
 def test_calls_keep_the_modes_in_which_they_were_recorded():
@@ -226,24 +205,6 @@ def test_calls_keep_the_modes_in_which_they_were_recorded():
 
 
 @GRANULARITIES
-def test_a_hook_runs_until_it_is_removed_and_a_new_forward_from_then_on(granularity):
-    layer, samples = layer_and_samples()
-
-    def assert_equal_to_plain():
-        with scope(layer, granularity=granularity):
-            found = [layer(x) for x in samples]
-        torch.testing.assert_close(torch.stack(found), torch.stack([layer(x) for x in samples]))
-
-    assert_equal_to_plain()
-    handle = layer.register_forward_hook(lambda module, args, output: output / output.norm())
-    assert_equal_to_plain()
-    handle.remove()
-    assert_equal_to_plain()
-    layer.forward = lambda x: functional.linear(x, layer.weight) / x.norm()
-    assert_equal_to_plain()
-
-
-@GRANULARITIES
 def test_gradients_under_autocast_equal_those_without_a_scope(granularity):
     layer, samples = nn.Linear(2, 2), list(torch.randn(6, 2))
 
@@ -259,34 +220,6 @@ def test_gradients_under_autocast_equal_those_without_a_scope(granularity):
         expected = gradients([layer(layer(x)).sum() for x in samples])
         assert found[0].dtype == layer(layer(samples[0])).sum().dtype
     torch.testing.assert_close(gradients([future.value for future in found]), expected, rtol=0.05, atol=0.05)
-
-
-def test_dropout_differs_from_sample_to_sample():
-    drop = nn.Dropout(0.5)
-    with scope(drop):
-        found = [drop(torch.ones(64)) for _ in range(2)]
-    first, second = (future.value for future in found)
-    assert set(first.tolist()) == {0.0, 2.0}
-    assert not torch.equal(first, second)
-
-
-class Notes(nn.Module):
-    """Notes in a plain attribute what it saw."""
-
-    def forward(self, x_2):
-        self.seen = x_2 + 1
-        return self.seen * 2
-
-
-@pytest.mark.filterwarnings("ignore:.* runs singly")
-def test_finding_the_structure_of_results_leaves_no_trace_in_a_module():
-    notes, norm, x = Notes(), nn.BatchNorm1d(2), torch.ones(3, 2)
-    with scope(notes, norm):
-        kept = notes(x), norm(x)
-        assert not hasattr(notes, "seen")
-        assert norm.num_batches_tracked == 0
-    assert kept[0].tolist() == [[4, 4]] * 3
-    assert norm.num_batches_tracked == 1
 
 
 @pytest.mark.filterwarnings("ignore:.* runs singly")

@@ -1,7 +1,6 @@
 """The written directory: CLEVR's layout and keys, the same bytes always, and whole files whatever happens."""
 
 import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -14,17 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
+from pycocotools import mask as coco
 from tiny_data import assert_one_error, files_no_larger_than
 
 from iep.cli.balance import main as balance_main
 from iep.cli.synth import main
 from iep.runtime.reading import read_json
 from iep.synth.annotations import bounding_box, run_lengths
-
-try:
-    from pycocotools import mask as coco
-except ImportError:
-    coco = None
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "data" / "sample"
@@ -34,7 +29,6 @@ COUNTS = [argument for split, count in COUNTED.items() for argument in (f"--{spl
 
 SHARED_KEYS = {"image_index", "image_filename", "split"}
 QUESTION_KEYS = SHARED_KEYS | {"program", "question_index", "question_family_index", "answer", "question"}
-SCENE_KEYS = SHARED_KEYS | {"objects", "relationships", "directions"}
 OBJECT_KEYS = {"color", "size", "rotation", "shape", "3d_coords", "material", "pixel_coords"}
 
 
@@ -71,28 +65,11 @@ def test_files_are_named_and_counted_as_in_clevr(made: Path) -> None:
         assert (image.format, image.size, image.mode) == ("PNG", (60, 40), "RGB")
 
 
-def test_json_keys_and_indices_are_clevrs_and_the_test_split_gives_nothing_away(made: Path) -> None:
-    for split, count in COUNTED.items():
-        content = read_json(made / f"questions/CLEVR_{split}_questions.json")
-        assert set(content) == {"info", "questions"}
-        assert content["info"]["split"] == split
+def test_the_test_split_gives_nothing_away(made: Path) -> None:
+    for split in COUNTED:
+        questions = read_json(made / f"questions/CLEVR_{split}_questions.json")["questions"]
         hidden = {"program", "answer", "question_family_index"} if split == "test" else set()
-        assert [question["question_index"] for question in content["questions"]] == list(range(4 * count))
-        for number, question in enumerate(content["questions"]):
-            assert set(question) == QUESTION_KEYS - hidden
-            assert (question["image_index"], question["split"]) == (number // 4, split)
-            assert question["image_filename"] == f"CLEVR_{split}_{number // 4:06d}.png"
-            assert isinstance(question.get("answer", ""), str)
-            assert all(set(call) == {"inputs", "function", "value_inputs"} for call in question.get("program", []))
-    for split in ("train", "val"):
-        scenes = read_json(made / f"scenes/CLEVR_{split}_scenes.json")
-        assert set(scenes) == {"info", "scenes"}
-        for index, scene in enumerate(scenes["scenes"]):
-            assert set(scene) == SCENE_KEYS
-            assert (scene["image_index"], scene["split"]) == (index, split)
-            assert set(scene["directions"]) == {"left", "right", "behind", "front", "above", "below"}
-            assert set(scene["relationships"]) == {"left", "right", "behind", "front"}
-            assert all(set(thing) == OBJECT_KEYS for thing in scene["objects"])
+        assert all(set(question) == QUESTION_KEYS - hidden for question in questions)
 
 
 def test_the_bytes_depend_on_split_and_seed_alone_and_fewer_images_are_the_first_ones(made, tmp_path: Path) -> None:
@@ -150,9 +127,7 @@ def test_images_are_added_to_a_data_set_without_drawing_its_own_again(made, tmp_
     ("name", "content", "complaint"),
     [
         ("images/mine.png", "precious", "not empty and not made by iep-synth"),
-        ("synth.json", "[" * 10_000, "not the record of iep-synth (it is nested too deeply)"),
         ("synth.json", "{}", "made with other options"),
-        ("synth.json", "[]", "synth.json: [], expected the record of iep-synth, an object"),
     ],
 )
 def test_a_directory_of_something_else_is_never_touched(
@@ -169,7 +144,7 @@ def test_a_directory_of_something_else_is_never_touched(
 
 @pytest.mark.parametrize(
     ("limit", "named", "workers"),
-    [(2_000, "CLEVR_train_000000.png", 1), (2_000, "CLEVR_train_0000", 2), (20_000, "CLEVR_train_questions.json", 1)],
+    [(2_000, "CLEVR_train_0000", 2), (20_000, "CLEVR_train_questions.json", 1)],
 )
 def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, limit: int, named: str, workers: int) -> None:
     with files_no_larger_than(limit):
@@ -179,29 +154,12 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, limit: int,
     assert not (tmp_path / "out" / "questions" / "CLEVR_train_questions.json").exists()
 
 
-def decoded(mask: dict) -> np.ndarray:
-    """A mask of COCO as booleans, read one character at a time as its format is described."""
-    lengths, number, bits = [], 0, 0
-    for character in mask["counts"].encode():
-        group = character - 48
-        number |= (group & 31) << bits
-        bits += 5
-        if not group & 32:
-            number -= (group & 16) and 1 << bits
-            lengths.append(number + (lengths[-2] if len(lengths) > 2 else 0))
-            number, bits = 0, 0
-    pixels = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-    return pixels.reshape(mask["size"], order="F")
-
-
 @given(arrays(bool, st.tuples(st.integers(1, 40), st.integers(1, 40))), st.integers(1, 30))
-def test_any_mask_is_decoded_to_itself_by_pycocotools_too(pixels: np.ndarray, scale: int) -> None:
+def test_any_mask_is_decoded_to_itself_by_pycocotools(pixels: np.ndarray, scale: int) -> None:
     mask_HW = np.kron(pixels, np.ones((scale, scale), bool))
     mask = {"size": list(mask_HW.shape), "counts": run_lengths(mask_HW)}
-    assert (decoded(mask) == mask_HW).all()
-    if coco is not None:
-        assert (coco.decode(mask) == mask_HW).all()
-        assert coco.toBbox(mask).tolist() == bounding_box(mask_HW) or not mask_HW.any()
+    assert (coco.decode(mask) == mask_HW).all()
+    assert coco.toBbox(mask).tolist() == bounding_box(mask_HW) or not mask_HW.any()
 
 
 def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Path, tmp_path: Path) -> None:
@@ -218,7 +176,7 @@ def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Pat
         covered = np.zeros((40, 60), int)
         for thing in entry["objects"]:
             assert set(thing) == OBJECT_KEYS | {"bbox", "mask"}
-            mask_HW = decoded(thing["mask"])
+            mask_HW = coco.decode(thing["mask"]).astype(bool)
             covered += mask_HW
             rows, columns = np.nonzero(mask_HW)
             x, y, width, height = thing["bbox"]
@@ -239,8 +197,6 @@ def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Pat
 @pytest.mark.parametrize(
     ("flags", "complaint", "code"),
     [
-        ("--train -1", "--train", 2),
-        ("--workers 0", "--workers", 2),
         ("--cogent C", "--cogent", 2),
         ("--min-objects 6 --max-objects 4", "--min-objects 6 is more than --max-objects 4", 2),
         ("--train 0 --val 0 --test 0", "nothing to make", 2),
@@ -258,12 +214,6 @@ def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Pat
 )
 def test_arguments_that_cannot_be_followed_are_one_line(tmp_path: Path, flags: str, complaint: str, code: int) -> None:
     assert_one_error(iep_synth(tmp_path / "out", *flags.split(" ")), complaint, code=code)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_prints_the_options_and_writes_nothing(tmp_path: Path) -> None:
-    options = json.loads(synth(tmp_path / "out", "--preset", "mini", "--dry-run", "--cogent", "A"))
-    assert (options["questions_per_image"], options["rules"]["cogent"]) == (20, "A")
     assert not (tmp_path / "out").exists()
 
 

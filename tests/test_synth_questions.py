@@ -83,7 +83,7 @@ def made(preset: str, images: int, **given: int | str) -> list[tuple[dict, Quest
 
 @pytest.fixture(scope="module")
 def clevr() -> list[tuple[dict, Question]]:
-    return made("clevr", 400)
+    return made("clevr", 250)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def mini() -> list[tuple[dict, Question]]:
 
 @pytest.fixture(scope="module")
 def closure() -> list[tuple[dict, Question]]:
-    return made("clevr", 200, families="closure", questions_per_image=7)
+    return made("clevr", 100, families="closure", questions_per_image=7)
 
 
 def test_executor_agrees_with_a_naive_one_on_changed_questions(clevr: list) -> None:
@@ -119,6 +119,9 @@ def test_executor_agrees_with_a_naive_one_on_changed_questions(clevr: list) -> N
     assert min(counts[True], counts[False]) > 50
 
 
+# Questions
+
+
 @pytest.mark.skipif("IEP_CLEVR_DIR" not in os.environ, reason="IEP_CLEVR_DIR names no CLEVR directory")
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_every_answer_of_genuine_clevr_is_reproduced(split: str) -> None:
@@ -130,9 +133,6 @@ def test_every_answer_of_genuine_clevr_is_reproduced(split: str) -> None:
         q["question_index"] for q in questions if execute(q["program"], facts[q["image_index"]]) != spelled(q["answer"])
     ]
     assert wrong == []
-
-
-# Questions
 
 
 def test_words_functions_answers_and_families_are_all_those_of_clevr_and_no_other(clevr: list) -> None:
@@ -186,7 +186,7 @@ def test_answers_are_a_naive_executors_and_dropping_a_relation_changes_the_set_t
             ]
             assert naive_answer(program[: last + 1], scene) != naive_answer(without[: last + 1], scene), question
             tried += 1
-    assert tried > 1000
+    assert tried > 300
 
 
 def test_closures_groups_combine_matching_and_relations_as_no_family_of_clevr_does(clevr: list, closure: list) -> None:
@@ -212,7 +212,7 @@ def test_closures_groups_combine_matching_and_relations_as_no_family_of_clevr_do
         assert shape(question) == shapes[group], question
         counts[group] += 1
     assert set(counts) == set(CLOSURE_GROUPS)
-    assert min(counts.values()) > 100
+    assert min(counts.values()) > 50
     assert not [question for _, question in clevr if shape(question) in shapes.values()]
 
 
@@ -240,7 +240,7 @@ def test_both_sides_of_an_or_add_something_and_compared_sets_differ_or_are_empty
         if group == "single_or":
             assert left - right
             assert right - left
-    assert min(seen.values()) > 100
+    assert min(seen.values()) > 60
     assert min(empty["yes"], empty["no"]) > 10, "as in CLEVR, both counts may be 0"
 
 

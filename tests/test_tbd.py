@@ -50,19 +50,6 @@ def test_the_default_engine_has_the_published_layers():
     assert shapes == expected
 
 
-def test_relate_sees_as_far_as_its_dilations_say():
-    engine = small_engine(modules="tbd")
-    relate = engine.get_submodule("relate[left]")
-    assert [relate.get_submodule(f"conv{n}").dilation for n in range(1, 6)] == [(d, d) for d in (1, 2, 4, 8, 1)]
-    features_GCHW = torch.ones(1, 3, 40, 40, dtype=torch.float64, requires_grad=True)
-    for parameter in relate.parameters():
-        torch.nn.init.constant_(parameter, 0.01)
-    relate(features_GCHW, torch.ones(1, 1, 40, 40).double())[0, 0, 20, 20].backward()
-    seen = features_GCHW.grad[0].abs().sum(0).nonzero()
-    assert seen.min().item() == 20 - (1 + 2 + 4 + 8 + 1)
-    assert seen.max().item() == 20 + (1 + 2 + 4 + 8 + 1)
-
-
 def test_modules_compute_what_the_paper_says():
     engine = small_engine(modules="tbd")
     x, y = torch.randn(2, 1, 3, 3, 4, dtype=torch.float64)
@@ -92,7 +79,7 @@ def test_every_function_of_clevr_has_its_module_and_scene_unique_and_special_tok
 @pytest.mark.parametrize(("modules", "own"), [("tbd", TBD), ("pooled", POOLED)])
 @given(programs_BL=any_programs)
 @example(programs_BL=MANY_BL)
-@settings(quick, max_examples=25)
+@settings(quick, max_examples=12)
 def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leaves_none(modules, own, programs_BL):
     engine = small_engine(modules=modules, module_dim=4)
     for program_L in programs_BL:
@@ -142,9 +129,8 @@ def test_same_takes_the_place_where_each_examples_own_attention_is_greatest():
         torch.testing.assert_close(module(features_GCHW, attention_G1HW)[row, 0], by_hand)
 
 
-@pytest.mark.parametrize("initialization", ["kaiming", "torch"])
-def test_same_begins_as_an_attention_to_what_is_similar_and_not_attended(initialization):
-    module = default_engine(TOKENS, modules="tbd", initialization=initialization).get_submodule("same_shape")
+def test_same_begins_as_an_attention_to_what_is_similar_and_not_attended():
+    module = default_engine(TOKENS, modules="tbd").get_submodule("same_shape")
     features_1CHW, attention_11HW = torch.zeros(1, 128, 2, 2), torch.zeros(1, 1, 2, 2)
     features_1CHW[0, :64, 0] = features_1CHW[0, 64:, 1, 0] = 1.5  # two alike above, another on the left below
     attention_11HW[..., 0, 0] = 1
@@ -160,16 +146,6 @@ def test_a_pooled_filter_can_only_narrow_an_attention():
     assert ((ours > 0) & (ours < attention_G1HW)).all()
     gate = module(features_GCHW, torch.ones(2, 1, 3, 5))  # which reads the features alone
     torch.testing.assert_close(ours, attention_G1HW * gate)
-
-
-def test_a_pooled_description_is_the_same_wherever_the_object_is():
-    torch.manual_seed(0)
-    features_GCHW, attention_G1HW = torch.rand(2, 4, 11, 11), torch.zeros(2, 1, 11, 11)
-    features_GCHW[1] = features_GCHW[0].roll((1, -1), (1, 2))
-    attention_G1HW[0, 0, 5, 5] = attention_G1HW[1, 0, 6, 4] = 1  # away from the edges
-    one, other = POOLED.make("query_size")(features_GCHW, attention_G1HW)
-    torch.testing.assert_close(one, other)
-    assert one.shape == (4, 1, 1)
 
 
 def test_a_pooled_relation_depends_on_the_attended_position():
@@ -199,13 +175,6 @@ def test_a_pooled_sameness_compares_with_the_mean_of_the_attended_features():
     compared = torch.cat([own_GCHW * other_GC11, (own_GCHW - other_GC11).abs(), own_GCHW, attention_G1HW], dim=1)
     by_hand = torch.sigmoid(module.conv2(torch.relu(module.conv1(compared))))
     torch.testing.assert_close(module(features_GCHW, attention_G1HW), by_hand)
-
-
-def test_attentions_begin_small_at_every_position():
-    engine = default_engine(TOKENS, modules="tbd")
-    for token in ("filter_color[red]", "relate[left]"):
-        empty = engine.get_submodule(token)(torch.zeros(1, 128, 4, 4), torch.ones(1, 1, 4, 4))
-        assert empty.max() < 0.2
 
 
 @pytest.mark.parametrize("modules", ["tbd", "pooled"])

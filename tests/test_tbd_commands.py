@@ -1,11 +1,10 @@
 """Engines of attention modules by command: trained, gone on with, evaluated, trained jointly."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_data import assert_one_error, newest, tiny
+from tiny_data import newest, tiny
 from train_cases import iep_train, rows
 
 from iep.models.build import unpack
@@ -30,17 +29,6 @@ def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):
     steps = [row for row in rows(tbd) if "loss" in row]
     assert all(0 < row["attention_penalty"] < row["loss"] for row in steps)
     assert "modules: tbd" in (tbd / "config.yaml").read_text()
-
-
-def test_it_goes_on_with_the_modules_that_it_has(tbd: Path, tmp_path: Path):
-    shutil.copytree(tbd, tmp_path / "run")
-    done = iep_train("--resume", "--out", tmp_path / "run", "iterations=6")
-    assert done.exit_code == 0, done.output
-    checkpoint = load_checkpoint(newest(tmp_path / "run"))
-    assert checkpoint["step"] == 6
-    assert unpack(checkpoint, "engine", tmp_path).kwargs["modules"] == "tbd"
-    other = iep_train("--resume", "--out", tmp_path / "run", "--modules", "iep", "iterations=8")
-    assert_one_error(other, "was trained with engine.modules tbd, cannot resume with engine.modules iep")
 
 
 def test_validation_names_modules_without_attention_anywhere(data: Path, tbd: Path, tmp_path: Path):

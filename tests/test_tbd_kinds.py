@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
-from evaluate_cases import evaluate
-from pages import chromium, opened
 from tiny_data import assert_one_error
 
 from iep.asking import picture
@@ -86,27 +84,7 @@ def test_a_picture_says_what_is_not_used_and_lights_up_nothing_of_it(predicted, 
             "program token 0 (equal_size) takes an encoding, but its argument, program token 3 (filter_color[red]), "
             "makes an attention",
         ),
-        (
-            "filter_color[red] scene",
-            "the classifier takes an encoding, but its argument, program token 0 (filter_color[red]), makes an",
-        ),
     ],
 )
 def test_a_given_program_of_the_wrong_kinds_is_refused_by_function_and_argument(tbd, program, expected):
     assert_one_error(iep_ask("--ee", tbd[1], "--image", IMAGE, "--program", program), expected)
-
-
-def test_a_report_marks_what_was_not_used(tbd, monkeypatch, tmp_path: Path):
-    pg, ee = tbd
-    tokens = load_checkpoint(ee)["vocab"]["program_token_to_idx"]
-    wrong = ["count", "exist", "unique", "scene"]
-    program_L = torch.tensor([tokens[token] for token in wrong])
-    monkeypatch.setattr(Predictor, "programs", lambda self, batch: program_L.repeat(len(batch.index), 1))
-    data = pg.parent / "data"
-    evaluate(tmp_path, "--pg", pg, "--ee", ee, "--data", data, "--num-samples", 1, "--workers", 0, "--report", tmp_path)
-    with chromium() as browser, opened(browser, tmp_path / "report.html") as shown:
-        shown.open_programs()
-        predicted = "table.programs td:nth-child(2) code"
-        assert shown.texts(predicted) == wrong
-        assert shown.texts(f"{predicted}.not-used") == wrong[1:]
-        assert [text.strip() for text in shown.texts("article .hint b")] == ["not used:"]

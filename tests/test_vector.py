@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_cases import MANY_BL, TOKENS, features, programs, small_engine
+from engine_cases import MANY_BL, features, small_engine
 from tiny_data import assert_one_error, tiny
 from train_cases import iep_train
 
@@ -32,13 +32,6 @@ def test_functions_have_only_an_embedding_of_their_own_and_checkpoints_hold_the_
     assert engine.classifier[0].in_channels == 3
 
 
-def test_functions_of_the_same_arity_run_in_one_call():
-    engine = small_engine(modules="vector")
-    programs_BL = programs("count filter_color[red] scene", "exist relate[left] scene", "query_size same_shape scene")
-    calls = engine.plan(programs_BL).plan.calls
-    assert [(call.size, len(call.segments)) for call in calls] == [(3, 1), (3, 3), (3, 3)]
-
-
 def test_the_picture_shows_the_maps_whose_maxima_are_the_vectors():
     engine = small_engine(modules="vector")
     traced = trace(engine, features(1), MANY_BL[0].tolist())
@@ -58,8 +51,3 @@ def test_what_needs_weights_of_each_function_is_an_error(data, given, message, t
     settings = [each for each in tiny("ee") if each != "device=cpu"]
     result = iep_train("--model", "ee", "--modules", "vector", "--data", data, "--out", tmp_path, *settings, *given)
     assert_one_error(result, message)
-
-
-def test_every_token_has_an_embedding():
-    engine = small_engine(modules="vector")
-    assert {*engine.parts[1:-1]} == {*TOKENS} - {"<NULL>", "<START>"}

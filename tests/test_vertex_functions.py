@@ -97,7 +97,7 @@ def samples(draw):
 
 
 @given(minibatch=st.lists(samples(), min_size=1, max_size=6), sharing=st.booleans(), defer=st.booleans())
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=25)
 def test_any_graphs_give_the_results_of_one_vertex_at_a_time(minibatch, sharing, defer):
     model = Model()
     parameters = dict(model.named_parameters())
@@ -137,28 +137,6 @@ def test_sharing_runs_equal_vertices_and_reads_equal_rows_once():
     assert (shared["root's a"].shape, shared["score"].shape) == ((4, 3), (4,))
 
 
-@pytest.mark.parametrize("children", [[[-1]], [[-1], [0]]])
-def test_an_output_that_no_vertex_of_a_minibatch_pushes_is_empty(children):
-    functions = [
-        VertexFunction(lambda v: v.scatter(h=v.pull("x")), pulls=("x",)),
-        VertexFunction(lambda v: (v.scatter(h=v.gather("h").sum(1)), v.push(p=v.gather("h"))), ("h",), pushes=("p",)),
-    ]
-    network, children = VertexNetwork(functions, {"h": (3,)}), np.array(children)
-    plan = network.plan([Edges(children, np.arange(len(children)), {"x": np.zeros(len(children), int)})])
-    outcome = network(plan, {"x": torch.ones(1, 3)})
-    assert torch.equal(outcome.roots["h"], torch.ones(1, 3))
-    assert outcome.pushed["p"].shape == ((0,) if len(children) == 1 else (1, 1, 3))
-
-
-@pytest.mark.parametrize("pulled", [torch.int64, torch.float64])
-def test_states_gathered_without_children_have_the_dtype_of_the_network(pulled):
-    functions = [VertexFunction(lambda v: v.scatter(h=v.gather("h").sum(1) + v.pull("x")), ("h",), ("x",))]
-    sample = Edges(np.array([[-1], [0]]), pulls={"x": np.array([0, 1])})
-    network = VertexNetwork(functions, {"h": (2,)}, dtype=torch.float64)
-    roots = network(network.plan([sample]), {"x": torch.ones(2, 2, dtype=pulled)}).roots["h"]
-    assert (roots.dtype, roots.tolist()) == (torch.float64, [[2.0, 2.0]])
-
-
 def run_one(run, pulls=("x",), states=("h",)):
     """A network of one function and states (2,), on one vertex."""
     network = VertexNetwork([VertexFunction(run, pulls=pulls)], dict.fromkeys(states, (2,)))
@@ -175,7 +153,7 @@ def planned(*minibatch):
     return Model().network.plan(minibatch)
 
 
-X, BARE = CHAIN.pulls["x"], VertexFunction(print, gathers=("h",))
+X = CHAIN.pulls["x"]
 
 
 @pytest.mark.parametrize(
@@ -183,22 +161,13 @@ X, BARE = CHAIN.pulls["x"], VertexFunction(print, gathers=("h",))
     [
         (lambda: changed(children=np.array([-1, 0, 1])), r"children int64 \(3,\), expected .* \(3, A\)"),
         (lambda: changed(function=np.array([0])), r"function int64 \(1,\), expected .* integers \(3\)"),
-        (lambda: changed(function=np.array([0.0, 1.0, 2.0])), r"function float64 \(3,\), expected .* integers \(3\)"),
-        (lambda: changed(pulls={"x": np.array([0, 0])}), r"x int64 \(2,\), expected .* integers \(3\)"),
         (lambda: changed(pulls={"x": np.array([0.7, 0, 0])}), "x float64"),
         (planned, "there is no sample, expected one vertex or more"),
-        (lambda: planned(CHAIN, Edges(np.empty((0, 1), int), np.empty(0, int))), "sample 1 has no vertices"),
         (lambda: planned(CHAIN, changed(children=np.array([[-1], [1], [1]]))), r"sample 1, vertex 1 has .* \[1\], exp"),
-        (lambda: planned(changed(children=np.array([[-1, -1], [-1, 0], [0, 1]]))), r"vertex 1 has children \[-1, 0\]"),
-        (lambda: planned(changed(children=np.array([[-2], [0], [1]]))), r"\[-2\], expected vertices before it"),
         (lambda: planned(changed(function=np.array([0, 1, 3]))), "sample 0: function 3, expected 0 to 2"),
         (
             lambda: planned(changed(pulls={"x": -X, "y": X})),
             "sample 0, vertex 2: its function pulls 'x', but",
-        ),
-        (
-            lambda: VertexNetwork([BARE], {"h": ()}).plan([Edges(np.array([[-1]]))]),
-            "nodes have no arguments|node 0 has arguments",
         ),
         (lambda: run_model({"x": 2, "y": 1}), "2 inputs in column 4, expected 3"),
         (

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from ask_cases import IMAGE, SAMPLE, answers_of, done, iep_ask, sample_data, trained
 from clevr_files import question, write_clevr, write_questions
-from click.testing import CliRunner
 from evaluate_cases import iep_eval
 from PIL import Image
 from safetensors import safe_open
@@ -90,14 +87,6 @@ def test_a_directory_with_nothing_but_the_safetensors_file_is_evaluated_and_aske
     assert str(answer) == outputs[0].rstrip("\n")
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "pt"])
-def test_loading_in_several_threads_leaves_the_filters_of_warnings_as_they_are(runs, kind):
-    before = warnings.filters[:]
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(iep.load, [runs["joint"] / f"best.{kind}"] * 16))
-    assert warnings.filters == before
-
-
 def test_networks_of_two_runs_are_saved_together_and_a_baseline_alone(runs, tmp_path):
     model = iep.load(runs["ee"], pg=runs["pg"])
     model.save(tmp_path / "both")
@@ -105,17 +94,6 @@ def test_networks_of_two_runs_are_saved_together_and_a_baseline_alone(runs, tmp_
     baseline = iep.load(runs["lstm"])
     baseline.save(tmp_path / "lstm")
     assert iep.load(tmp_path / "lstm").ask(None, QUESTION).ranked == baseline.ask(None, QUESTION).ranked
-
-
-def test_saved_networks_and_runs_do_not_replace_each_other(runs, tmp_path):
-    model = iep.load(runs["joint"])
-    with pytest.raises(InputError, match="already holds a run"):
-        model.save(runs["ee"])
-    model.save(tmp_path / "saved")
-    before = (tmp_path / "saved" / "best.safetensors").read_bytes()
-    given = ("--model", "lstm", "--data", runs["ee"].parent / "data", "--out", tmp_path / "saved", "iterations=1")
-    assert_one_error(iep_train(*given), "already holds networks (best.safetensors)")
-    assert (tmp_path / "saved" / "best.safetensors").read_bytes() == before
 
 
 def test_an_image_of_pillow_has_the_answer_of_its_file_and_a_joint_run_brings_its_generator(runs):
@@ -144,11 +122,6 @@ def test_values_of_other_types_are_input_errors_that_say_what_is_expected(runs, 
         use(iep.load(runs["joint"]))
 
 
-def test_no_questions_or_programs_have_no_answers(runs):
-    asker = iep.load(runs["joint"]).about(IMAGE)
-    assert asker.ask([]) == asker.run([]) == []
-
-
 def test_weights_that_two_modules_share_are_saved_for_each(tmp_path):
     weight = torch.randn(3, 2).T
     networks = {"engine": {"kwargs": {}, "weights": {"count.weight": weight, "exist.weight": weight}}}
@@ -167,7 +140,7 @@ def test_half_precision_keeps_integers(tmp_path):
     assert torch.equal(found["norm.num_batches_tracked"], weights["norm.num_batches_tracked"])
 
 
-@pytest.mark.parametrize(("kind", "word"), [("", "zebras"), ("best.pt", "things"), ("best.safetensors", "things")])
+@pytest.mark.parametrize(("kind", "word"), [("", "zebras"), ("best.safetensors", "things")])
 def test_data_that_a_checkpoint_does_not_fit_do_when_they_are_preprocessed_as_the_error_says(
     runs, tmp_path, kind: str, word: str
 ):
@@ -183,25 +156,6 @@ def test_data_that_a_checkpoint_does_not_fit_do_when_they_are_preprocessed_as_th
     done(preprocess, clevr, "--out", tmp_path / "fitting", *made, *remedy.split())
     assert Vocab.load(tmp_path / "fitting/vocab.json") == iep.load(checkpoint).vocab
     assert iep_eval(*evaluated, "--data", tmp_path / "fitting").exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("data", "data: holds no checkpoint, expected best.pt, step-N.pt or best.safetensors"),
-        ("data/val_features.h5", "val_features.h5: not a whole checkpoint file"),
-        ("empty.safetensors", "empty.safetensors (vocabulary): not a vocabulary, 'question_token_to_idx' is missing"),
-        ("absent", "absent: no such file, expected a whole checkpoint file"),
-    ],
-)
-def test_what_holds_no_vocabulary_is_one_line(runs, tmp_path, name: str, message: str):
-    where = runs["ee"].parent / name
-    if name == "empty.safetensors":
-        save_weights(tmp_path, {"networks": {}, "features": {}, "vocab": {}})
-        where = (tmp_path / "best.safetensors").rename(tmp_path / name)
-    arguments = (SAMPLE, "--out", tmp_path / "out", "--only", "questions", "--vocab", where)
-    assert_one_error(CliRunner().invoke(preprocess, [str(each) for each in arguments]), message)
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_networks_of_the_package_are_named_default_unless_a_run_is(runs, tmp_path, monkeypatch):
@@ -269,13 +223,6 @@ def test_a_safetensors_file_with_other_metadata_is_refused(runs, change, message
     path = tmp_path / "changed.safetensors"
     save_file(load_file(runs["ee"] / "best.safetensors"), path, {"iep": json.dumps(content)})
     assert_one_error(iep_ask("--ee", path, "--image", IMAGE, "--program", "count scene"), str(path), message)
-
-
-def test_a_damaged_safetensors_file_is_refused(runs, tmp_path):
-    path = tmp_path / "short.safetensors"
-    path.write_bytes((runs["ee"] / "best.safetensors").read_bytes()[:-10])
-    result = iep_ask("--ee", path, "--image", IMAGE, "--program", "count scene")
-    assert_one_error(result, f"{path}: not a whole checkpoint file")
 
 
 def test_the_backbone_finds_the_objects_of_an_image(runs):

@@ -93,7 +93,7 @@ class CNNLSTMBaseline(nn.Module):
         cnn_res_blocks, cnn_res_block_dim, cnn_projection, cnn_pooling: see `make_cnn`.
 
     Raises:
-        ValueError: as `make_cnn`.
+        ValueError: `cnn_pooling` is unknown, or leaves nothing of the grid.
     """
 
     feature_sides = ("feature_dim", "feature_height", "feature_width")

@@ -6,14 +6,13 @@ of example 2. A node that several tokens share has the name of the first. No mod
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import hsv_to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
@@ -34,6 +33,8 @@ from iep.vocab import Vocab
 
 LEAF, ROW = 1.6, 0.4
 """The width of a leaf and the height of a call in a picture, in inches."""
+GOLDEN = 0.618
+"""The step from the hue of one function to that of the next: the golden ratio, whose multiples are far apart."""
 FEATURE_SHAPE = (1024, 14, 14)
 """The shape for which an engine is placed; its defaults are meant for it."""
 
@@ -89,7 +90,7 @@ def draw_plan(
     with its example's label under it. Outlines never overlap, since each has a row of its own.
     """
     row_of = {node: row for row, group in enumerate(plan.schedule) for node in group.nodes.tolist()}
-    colors, leaves, spans = cycle(colormaps["tab10"].colors), 0, defaultdict(list)
+    leaves, spans = 0, defaultdict(list)
     color_of: dict[str, tuple[float, ...]] = {SCENE: (0.0, 0.0, 0.0)}
     for tokens, label in reversed(list(zip(examples, labels, strict=True))):
         x: dict[int, float] = {}
@@ -104,7 +105,7 @@ def draw_plan(
                 below = row_of[tokens[token.parent].node]
                 axis.plot([x[position], x[position], x[token.parent]], [row, below - 0.8, below], color="0.7", zorder=1)
             if token.name not in color_of:
-                color_of[token.name] = next(colors)
+                color_of[token.name] = tuple(hsv_to_rgb((GOLDEN * len(color_of) % 1, 0.75, 0.8)))
             face = [0.75 + 0.25 * part for part in color_of[token.name]]
             box = {"boxstyle": "round", "facecolor": face, "edgecolor": color_of[token.name]}
             axis.text(x[position], row, token.name, ha="center", va="center", fontsize=8, bbox=box)

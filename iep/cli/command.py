@@ -116,9 +116,9 @@ def _is_unread(stream: TextIO) -> bool:
         descriptor = stream.fileno()
     except OSError:  # a stream in memory
         return False
-    asked = select.poll()
-    asked.register(descriptor, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def first_line(error: Exception) -> str:

@@ -212,7 +212,7 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
 
     Raises:
         click.UsageError: an option is missing, or does not apply to backbones.
-        InputError: as `evaluate_backbone`.
+        InputError: the scenes, the images or the backbone's weights cannot be read.
     """
     _only("--backbone", {"backbone", "scenes", "split", "num_samples", "device"})
     if backbone is None or scenes is None:

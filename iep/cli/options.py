@@ -33,7 +33,7 @@ class PicturePath(click.Path):
 
 
 class DirectoryPath(click.Path):
-    """A directory to write files to; an empty name, perhaps from a shell variable that is not set, is an error."""
+    """A directory to write files to; rejects '', which is usually an unset shell variable."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, file_okay=False)

@@ -32,7 +32,7 @@ def open_questions(path: Path) -> tuple[Vocab, Questions]:
     """Return the questions of a file in CLEVR's format, and the vocabulary of all its tokens.
 
     Raises:
-        InputError: as `load_questions`.
+        InputError: the file cannot be read, is not a question file, or holds a malformed question (names it).
     """
     found = load_questions(path)
     vocab = build_vocab(found, 1)
@@ -83,17 +83,14 @@ def read_rows(path: Path) -> list[tuple[int | None, str]]:
     Raises:
         InputError: the file is missing or not of its format, or a row has no answer (names the row).
     """
+    found = []
     with reading(path, "a file of answers"):
-        rows = _parsed(path)
-        try:
-            return [_row(row) for row in rows]
-        except InputError:
-            for number, row in enumerate(rows, 1):
-                try:
-                    _row(row)
-                except InputError as error:
-                    raise InputError(f"row {number}: {error}") from None
-            raise
+        for number, row in enumerate(_parsed(path), 1):
+            try:
+                found.append(_row(row))
+            except InputError as error:
+                raise InputError(f"row {number}: {error}") from None
+    return found
 
 
 def _parsed(path: Path) -> list[Any]:

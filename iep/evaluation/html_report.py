@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from iep import __version__
-from iep.evaluation.json_report import ROWS, Report, mean_accuracy, percent, with_baselines
+from iep.evaluation.json_report import ROWS, TITLES, Report, mean_accuracy, percent, with_baselines
 from iep.evaluation.metrics import answer_groups
 from iep.evaluation.outcome import Outcome, question_text
 from iep.evaluation.question_cards import REMARKS, Maps, Pictures, choose, differ, question_cards
@@ -132,8 +132,8 @@ def _tiles(outcome: Outcome, report: Report) -> list[tuple[str, str, str]]:
     """Return the most important numbers of the page: label, value and a note."""
     tiles = [("Questions", f"{report.questions:,}", "")]
     if report.accuracy is not None:
-        known = ", ".join(f"{name} {percent(scores.overall)}%" for name, scores in report.baselines.items())
-        tiles.append(("Accuracy", f"{percent(report.accuracy.overall)}%", known))
+        known = (f"{TITLES.get(name, name)} {percent(scores.overall)}%" for name, scores in report.baselines.items())
+        tiles.append(("Accuracy", f"{percent(report.accuracy.overall)}%", ", ".join(known)))
         tiles.append(("Wrong answers", f"{(~outcome.right).sum():,}", ""))
     else:
         has_answers = outcome.predictions.answers is not None

@@ -19,6 +19,8 @@ from iep.runtime.reading import reading
 
 FORMAT = "iep report 1"
 MISSING = "-"
+TITLES = {"most_common": "most common answer"}
+"""The headings of baselines in tables, by their names in report.json."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ _KINDS = {str: "text", int: "a whole number from 0", float: "a finite number fro
 def format_table(columns: Sequence[tuple[str, Report]]) -> str:
     """Return a text table of accuracies in percent: one row per question type, one column per report.
 
-    The row of a family (`compare integer`, `query`, `compare`) is the mean over all its questions. The baselines of the
-    reports come first, each name once. A column of numbers of questions precedes each report whose numbers differ from
-    those before it. `-` marks unknown values; rows without any known value are left out.
+    The row of a group of types (`compare integer`, `query`, `compare`) is the mean over all its questions. The
+    baselines of the reports come first, each name once. A column of numbers of questions precedes each report whose
+    numbers differ from those before it. `-` marks unknown values; rows without any known value are left out.
     """
     reports = with_baselines(columns)
     rows = [row for row in ROWS if any(count_of(report, row[1]) for _, report in reports)]
@@ -144,26 +146,26 @@ def align_rows(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str
 def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Report]]:
     """Return the baselines of the reports as columns of their own, each name once, followed by the given columns."""
     baselines = {
-        name: (name, Report(report.split, report.questions, report.questions_by_type, scores))
+        name: (TITLES.get(name, name), Report(report.split, report.questions, report.questions_by_type, scores))
         for _, report in columns
         for name, scores in report.baselines.items()
     }
     return [*baselines.values(), *columns]
 
 
-def _family_rows(family: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the rows of a family of question types: the family and its indented members."""
-    members = tuple(name for name in QUESTION_TYPES if name.startswith(f"{family}: "))
-    return [(family, members), *((f"  {name.split(': ')[1]}", (name,)) for name in members)]
+def _group_rows(group: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the rows of a group of question types: the group and its indented members."""
+    members = tuple(name for name in QUESTION_TYPES if name.startswith(f"{group}: "))
+    return [(group, members), *((f"  {name.split(': ')[1]}", (name,)) for name in members)]
 
 
 ROWS: tuple[tuple[str, tuple[str, ...] | None], ...] = (
     ("overall", None),
     ("exist", ("exist",)),
     ("count", ("count",)),
-    *_family_rows("compare integer"),
-    *_family_rows("query"),
-    *_family_rows("compare"),
+    *_group_rows("compare integer"),
+    *_group_rows("query"),
+    *_group_rows("compare"),
 )
 """The rows of the table: a label, and the question types that the row is the mean of, None for all questions."""
 

@@ -83,9 +83,9 @@ class Pictures:
         return image in self.by_key
 
 
-Maps = Callable[[int], list[tuple[str, np.ndarray]]]
-"""A function from the row of a question to the name of each function that was run, and where it looked: a map (H, W) of
-numbers from 0 to 1."""
+Maps = Callable[[int], list[tuple[int, str, np.ndarray]]]
+"""A function from the row of a question to the functions that ran, in prefix order. Each has its depth in the program's
+tree, its name, and a map (H, W) from 0 to 1 of where it looked."""
 MOST_MAPS = 100
 """The most questions with maps; with a dozen functions of half a kilobyte each, they are a small part of a page."""
 
@@ -190,9 +190,9 @@ def question_cards(
 
     A card has the keys of the question's row in predictions.jsonl and these: `length`; `ranked`, pairs of answer and
     probability; `programs`, the lines of the true and the predicted program side by side; `remarks`, the kinds of lines
-    of the predicted program; `picture`, whether there is a picture; `maps`, pairs of a function and its map as a data
-    URI, for the most confident wrong answers; and `data`, the attributes by which the page filters and sorts, None
-    where unknown.
+    of the predicted program; `picture`, whether there is a picture; `maps`, the depth, name and map (a data URI) of
+    each function, for the most confident wrong answers; and `data`, the attributes by which the page filters and sorts,
+    None where unknown.
     """
     confidence_N = _confidence(outcome)
     wrong = [] if maps is None or outcome.right is None else np.flatnonzero(~outcome.right)
@@ -222,7 +222,7 @@ def question_cards(
             "programs": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
             "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
             "picture": picture,
-            "maps": [(token, heat_uri(map_HW)) for token, map_HW in maps(n)] if picture and n in drawn else (),
+            "maps": [(*each, heat_uri(map_HW)) for *each, map_HW in maps(n)] if picture and n in drawn else (),
             "data": data,
         }
         cards.append(row | more)

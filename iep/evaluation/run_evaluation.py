@@ -33,7 +33,7 @@ from iep.data.question_file import (
 from iep.errors import InputError
 from iep.evaluation.answer_files import answer_predictions, open_questions
 from iep.evaluation.html_report import PAGE, Page, write_page
-from iep.evaluation.json_report import Report
+from iep.evaluation.json_report import TITLES, Report
 from iep.evaluation.metrics import Scores, count_types, question_types, score
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, Outcome, write_outputs
 from iep.evaluation.predict import Predictions, Predictor, predict
@@ -122,7 +122,7 @@ def is_symbolic(settings: Evaluation) -> bool:
 
 
 class Answered(NamedTuple):
-    """What networks or a file of answers have predicted."""
+    """The predictions of networks, or those that a file holds, with the questions that they answer."""
 
     outcome: Outcome
     split: Split
@@ -134,7 +134,7 @@ class Answered(NamedTuple):
 
 
 def _predicted(settings: Evaluation) -> Answered | None:
-    """Return what the networks predict; None in all processes but the first."""
+    """Return the predictions of the networks; None in all processes but the first."""
     vocab = attempt(lambda: load_vocab(settings.data))
     device = main_device(settings.placement, settings.devices, settings.device)
     baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
@@ -164,12 +164,12 @@ def _predicted(settings: Evaluation) -> Answered | None:
         programs_NL = predictions.programs if predictor.run_predicted else split.questions.programs
 
         @torch.inference_mode()
-        def maps(row: int) -> list[tuple[str, np.ndarray]]:
+        def maps(row: int) -> list[tuple[int, str, np.ndarray]]:
             features_1CHW = split.features.read(split.questions.image_idxs[row : row + 1]).to(device, torch.float32)
             traced = trace(engine, features_1CHW, programs_NL[row])
-            tokens = [node.token for node in traced.tree.nodes]
-            pairs = zip(tokens, unit_maps(traced), strict=True)
-            return [(token, map_HW.numpy()) for token, map_HW in pairs if engine.module_set.role(token) is not None]
+            pairs = zip(traced.tree.nodes, unit_maps(traced), strict=True)
+            own = [pair for pair in pairs if engine.module_set.role(pair[0].token) is not None]
+            return [(node.depth, node.token, map_HW.numpy()) for node, map_HW in own]
 
     return Answered(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9, maps=maps)
 
@@ -200,7 +200,7 @@ def _executed(settings: Evaluation) -> Answered | None:
 
 
 def _answered(settings: Evaluation) -> Answered:
-    """Return what a file answers."""
+    """Return the answers of a file as predictions."""
     if settings.questions is None:
         vocab = load_vocab(settings.data)
         split = _open_split(settings, vocab, sees=False)
@@ -361,7 +361,7 @@ def _notes(settings: Evaluation, outcome: Outcome, problem: str, pictures: Pictu
     if outcome.questions.programs is None and outcome.predictions.programs is not None:
         notes.append(f"Question types are those of the predicted programs: the {split} split has no programs.")
     if problem:
-        notes.append(f"There is no column most_common: {problem}.")
+        notes.append(f"There is no column “{TITLES['most_common']}”: {problem}.")
     path = None if settings.data is None else split_files(settings.data, split)[1]
     made_of = Features(path).images if pictures is not None and path is not None and path.exists() else None
     if made_of is not None and not pictures.is_of(*made_of):

@@ -74,10 +74,11 @@ def _shuffled(families: Sequence[Family], rng: Random, emphasis: Mapping[str, fl
     return [families[i] for i in sorted(range(len(families)), key=keys.__getitem__, reverse=True)]
 
 
-Found = tuple[str, tuple[str, ...], tuple[Phrase, ...], tuple[str | None, ...]]
+Instance = tuple[str, tuple[str, ...], tuple[Phrase, ...], tuple[str | None, ...]]
+"""The answer, the prefix tokens, the phrases and the extra description of a union of a family's question."""
 
 
-def _instantiate(family: Family, search: Search, tally: Counter) -> Found | None:
+def _instantiate(family: Family, search: Search, tally: Counter) -> Instance | None:
     """Return answer, prefix tokens, phrases and the union's extra description, or None if the scene has no question."""
     find = _FINDERS["query" if family.head.startswith("query_") else family.group]
     for answer in _wanted(family, search, tally):

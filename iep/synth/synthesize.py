@@ -105,7 +105,7 @@ def _check_questions(out: Path, options: Options) -> None:
     """Check, before anything is written, that every questions file will have a question.
 
     Raises:
-        InputError: a file would be empty, or as `make_image`.
+        InputError: a file would be empty, or no scene of these sizes allows that many different questions.
     """
     for split in SPLITS:
         count, empty, balance = getattr(options, split), {*_json_paths(out, options, split)[1]}, Counter()
@@ -114,8 +114,8 @@ def _check_questions(out: Path, options: Options) -> None:
                 break
             if index % BLOCK == 0:
                 balance.clear()
-            asked = make_image(options, split, index, balance)[2]
-            empty -= {_questions_path(out, options, split, FAMILIES[each.family].group) for each in asked}
+            generated = make_image(options, split, index, balance)[2]
+            empty -= {_questions_path(out, options, split, FAMILIES[each.family].group) for each in generated}
         if count and empty:
             raise InputError(
                 f"{min(empty)}: would have no question; make more images than {count}, ask more questions about each, "
@@ -155,14 +155,14 @@ class _Maker:
         balance, tally = Counter(), Tally()
         scenes, questions = [], defaultdict(list)
         for index in range(block.start, block.stop):
-            scene, entry, asked = make_image(self.options, block.split, index, balance)
+            scene, entry, generated = make_image(self.options, block.split, index, balance)
             paths = _picture_paths(self.out, self.options, block.split, index)
             _write_png(paths[0], lambda scene=scene: render(scene, self.options.width, self.options.height))
             if len(paths) == 2:
                 depth_HW = annotate(scene, entry["objects"], self.options.width, self.options.height)
                 _write_png(paths[1], lambda depth_HW=depth_HW: depth_HW)
             scenes.append(json.dumps(entry))
-            for position, question in enumerate(asked):
+            for position, question in enumerate(generated):
                 number = index * self.options.questions_per_image + position
                 path = _questions_path(self.out, self.options, block.split, FAMILIES[question.family].group)
                 questions[path].append(json.dumps(question_json(question, block.split, index, number)))

@@ -66,7 +66,8 @@ def tally_file(path: Path) -> Tally:
     """Return the tally of a CLEVR questions file.
 
     Raises:
-        InputError: as `reading`, or a question has no program or answer (as in the test split).
+        InputError: the file cannot be read or is not a question file, or a question has no program or answer, as in
+            the test split.
     """
     tally = Tally()
     with reading(path, "a CLEVR questions file"):

@@ -44,7 +44,6 @@ for (const table of all("table.statistics")) {
 // Questions: those that match the filters, in the chosen order, some at a time.
 const cards = all("article");
 const texts = new Map(cards.map((card) => [card, searchable(card)]));
-const total = Number(byId("found").dataset.total);
 let filters = {};
 let order = { name: "worst", isDown: false };
 let found = [];
@@ -76,9 +75,7 @@ function list(wanted) {
 
 function refresh() {
   found = cards.filter(matches).sort((one, other) => compare(key(one), key(other), order.isDown));
-  const known = evaluated();
-  const many = `${whole(found.length)} question${found.length === 1 ? "" : "s"}`;
-  byId("found").textContent = many + (known === undefined ? "" : ` of ${whole(known)} evaluated`);
+  byId("found").textContent = `${whole(found.length)} question${found.length === 1 ? "" : "s"} listed`;
   for (const button of all("[id^=order-]")) {
     const isPressed = button.id === `order-${order.name}`;
     button.setAttribute("aria-pressed", isPressed);
@@ -88,17 +85,6 @@ function refresh() {
   byId("cards").replaceChildren();
   shown = 0;
   showMore();
-}
-
-// The number of all evaluated questions that match the filters, where the page lists a part and knows it.
-function evaluated() {
-  if (cards.length === total) return undefined;
-  const names = Object.keys(filters);
-  if (!names.length) return total;
-  if (names.length === 1) return Number(byId(`filter-${names[0]}`)?.selectedOptions?.[0].dataset.count ?? NaN) || undefined;
-  const { true: answer, predicted } = filters;
-  const cell = all("button.cell").find((cell) => cell.dataset.true === answer && cell.dataset.predicted === predicted);
-  return names.length === 2 && cell ? Number(cell.textContent) : undefined;
 }
 
 function chips() {
