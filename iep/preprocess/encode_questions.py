@@ -80,7 +80,7 @@ def load_questions(path: Path) -> QuestionSet:
     questions, programs, answers = _Rows(), _Rows(), _Rows()
     image_idxs, orig_idxs, families = array("i"), array("i"), array("i")
     present = None
-    for position, question in enumerate(read_questions(path)):
+    for position, question in enumerate(read_questions(path, show_progress=True)):
         try:
             text = question.get("question")
             if not isinstance(text, str):
