@@ -114,7 +114,8 @@ def read_scenes(path: Path) -> Iterator[dict]:
 
 
 def _read_list(path: Path, what: str, item: str, key: str, show_progress: bool = False) -> Iterator[dict]:
-    with reading(path, what), tqdm(desc=path.name, unit="B", unit_scale=True, delay=1, disable=not show_progress) as bar:
+    bar = tqdm(desc=path.name, unit="B", unit_scale=True, delay=1, disable=not show_progress)
+    with reading(path, what), bar:
         text = path.read_text(encoding="utf-8")
         bar.reset(len(text))
         start = re.search(rf'"{item}s"\s*:\s*\[\s*', text)
