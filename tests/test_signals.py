@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from iep.cli.command import Command
-from iep.data.loader import HERE, made_ahead
+from iep.data.loader import NO_WORKERS, made_ahead
 from iep.runtime.signals import Stopped, answering, deferred, handled
 
 BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -86,7 +86,7 @@ def test_a_signal_waits_for_the_current_item_of_a_loader_but_not_for_the_next(ha
 
     made, got = [], []
     with handled(), pytest.raises(Stopped):
-        got.extend(made_ahead(make, range(3), HERE))
+        got.extend(made_ahead(make, range(3), NO_WORKERS))
     assert (made, got) == ([0, 1], [0])
 
 

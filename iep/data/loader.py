@@ -47,7 +47,7 @@ class Loading:
     pin: bool = False
 
 
-HERE = Loading()
+NO_WORKERS = Loading()
 
 
 class Batches:
@@ -77,7 +77,7 @@ def made_ahead(make: Callable[[Any], Any], choices: Iterable[Any], loading: Load
     """Yield `make(choice)` of each of `choices` in order, made ahead by worker processes.
 
     Raises:
-        InputError: as `make`.
+        InputError: `make` raised it, in this process or in a worker.
     """
     options: dict[str, Any] = {}
     if loading.workers:

@@ -99,7 +99,7 @@ def read_questions(path: Path, show_progress: bool = False) -> Iterator[dict]:
     `show_progress`, a bar shows how much of it has been parsed.
 
     Raises:
-        InputError: as `reading`, or the file has no list `questions` of objects, or the list is empty.
+        InputError: the file cannot be read, it has no list `questions` of objects, or the list is empty.
     """
     return _read_list(path, "a CLEVR question file", "question", "question", show_progress)
 
@@ -108,7 +108,7 @@ def read_scenes(path: Path) -> Iterator[dict]:
     """Yield the objects in the list `scenes` of a scenes file, parsed one at a time.
 
     Raises:
-        InputError: as `reading`, or the file has no list `scenes` of objects, or the list is empty.
+        InputError: the file cannot be read, it has no list `scenes` of objects, or the list is empty.
     """
     return _read_list(path, "a CLEVR scenes file", "scene", "objects")
 

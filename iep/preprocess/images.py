@@ -49,7 +49,7 @@ def read_image(path: Path | Image.Image, size: tuple[int, int]) -> np.ndarray:
     """Return the (3, H, W) uint8 RGB pixels of an image, resized by bicubic interpolation to a width and height.
 
     Raises:
-        InputError: as `open_image`.
+        InputError: the file is missing, truncated or not an image, or its pixels have no maximum that means white.
     """
     pixels = open_image(path).resize(size, Image.Resampling.BICUBIC)
     return np.asarray(pixels).transpose(2, 0, 1)
