@@ -117,7 +117,7 @@ def _read_list(path: Path, what: str, item: str, key: str, show_progress: bool =
     bar = tqdm(desc=path.name, unit="B", unit_scale=True, delay=1, disable=not show_progress)
     with reading(path, what), bar:
         text = path.read_text(encoding="utf-8")
-        bar.reset(len(text))
+        bar.total = len(text)
         start = re.search(rf'"{item}s"\s*:\s*\[\s*', text)
         if start is None:
             raise InputError(f"not {what}, expected JSON with a list under the key '{item}s'")
