@@ -14,7 +14,7 @@ from iep.preprocess.backbones import Patches
 
 PATCHES = ("--backbone", "patches", "--patch-size", 2)
 RESNET = ("--backbone", "resnet18", "--image-size", 64)
-FILE, PARTIAL, JOURNAL = "val_features.h5", "val_features.h5.partial", "val_features.h5.progress"
+FILE, PARTIAL = "val_features.h5", "val_features.h5.partial"
 
 
 @dataclass(frozen=True)

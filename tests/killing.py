@@ -19,7 +19,6 @@ from processes import Ended, run
 
 from iep.errors import InputError
 from iep.models.checkpoint import BEST, checkpoints, load_checkpoint, step_checkpoints
-from iep.preprocess import compute_features as features
 from iep.runtime.records import METRICS
 
 MEASURED = ("questions_per_second", "peak_memory_gb")
@@ -133,7 +132,7 @@ def file_bytes(out: Path) -> dict[str, Any]:
 
 def finished_bytes(out: Path) -> dict[str, Any]:
     """Return the digests of `file_bytes` without files that are still to be renamed."""
-    return {name: value for name, value in file_bytes(out).items() if not name.endswith((".partial", ".progress"))}
+    return {name: value for name, value in file_bytes(out).items() if not name.endswith(".partial")}
 
 
 def evaluation_parts(out: Path) -> dict[str, Any]:
@@ -185,13 +184,7 @@ def preprocessing(clevr: Path) -> Job:
     def arguments(out: Path) -> list[Any]:
         return [clevr, "--out", out, "--backbone", "patches", "--batch-size", 4, "--workers", 0]
 
-    return Job("preprocessing", "preprocess", arguments, file_bytes, finished_bytes, _flush_often)
-
-
-def _flush_often() -> None:
-    """Record features after every batch, so that kills meet the recording."""
-    preprocess = features.preprocess_features
-    features.preprocess_features = lambda *args, **kwargs: preprocess(*args, **kwargs, flush_seconds=0)
+    return Job("preprocessing", "preprocess", arguments, file_bytes, finished_bytes)
 
 
 def checkpointing(data: Path, *settings: str, setup: Callable[[], None] | None = None) -> Job:

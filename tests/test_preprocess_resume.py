@@ -5,11 +5,12 @@ import shutil
 import signal
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from clevr_files import write_clevr, write_images
 from click.testing import CliRunner
-from features_cases import FILE, JOURNAL, PARTIAL, PATCHES, RESNET, WatchedPatches, features, run
+from features_cases import FILE, PARTIAL, PATCHES, RESNET, WatchedPatches, features, run
 from processes import together
 from tiny_data import files_no_larger_than
 
@@ -19,8 +20,7 @@ from iep.errors import InputError
 from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import preprocess_features
-from iep.runtime.locks import held
-from iep.runtime.reading import read_json
+from iep.runtime.locks import LOCK, alone_in
 
 
 def interrupt(clevr: Path, out: Path, *options: str) -> None:
@@ -32,19 +32,17 @@ def interrupt(clevr: Path, out: Path, *options: str) -> None:
     image.write_bytes(sound)
 
 
-def append_to_image(clevr: Path, out: Path) -> None:
-    with open(clevr / "images" / "val" / "CLEVR_val_000001.png", "ab") as file:
-        file.write(b"more")
+def forget_images(clevr: Path, out: Path) -> None:
+    with h5py.File(out / PARTIAL, "r+") as file:
+        del file["image_checksums"]
 
 
 @pytest.mark.parametrize(
     ("damage", "flags", "message"),
     [
         (lambda clevr, out: None, ("--patch-size", 8), f"{PARTIAL}: was made with patch_size 2, now it is 8"),
-        (append_to_image, (), f"{JOURNAL}: the images of its 4 rows have changed"),
+        (forget_images, (), f"{PARTIAL}: was begun by an earlier version"),
         (lambda clevr, out: os.truncate(out / PARTIAL, 5000), (), f"{PARTIAL}: not a whole HDF5 file"),
-        (lambda clevr, out: (out / JOURNAL).write_text("[" * 10_000), (), f"{JOURNAL}: not the journal of 7 rows"),
-        (lambda clevr, out: (out / JOURNAL).write_text('{"rows": "4"}'), (), f"{JOURNAL}: not the journal of 7 rows"),
     ],
 )
 def test_an_interrupted_run_that_cannot_be_resumed_is_refused_unless_overwritten(clevr, out, damage, flags, message):
@@ -66,10 +64,10 @@ def test_a_done_file_is_skipped_and_one_made_otherwise_replaced_only_if_told_to(
     for options, difference in ((RESNET, "backbone patches, now it is resnet18"), (other, "dtype float32, now it is")):
         assert f"{out / FILE}: was made with {difference}" in run(clevr, "--out", out, *options, code=1)
         assert (out / FILE).read_bytes() == before
-    # A run that is satisfied with the finished file leaves the journal of the one that is to replace it.
+    # A run that is satisfied with the finished file leaves the one that is to replace it.
     interrupt(clevr, out, "--dtype", "float16", "--overwrite")
     unfinished = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert unfinished.keys() == {FILE, JOURNAL, PARTIAL}
+    assert unfinished.keys() == {FILE, PARTIAL}
     assert "already done" in run(clevr, "--out", out, *PATCHES)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == unfinished
     run(clevr, "--out", out, *other, "--overwrite")
@@ -91,16 +89,29 @@ def test_every_file_is_checked_before_any_is_made_and_a_new_image_makes_a_done_f
 
 def test_files_left_by_a_kill_just_after_the_renaming_are_removed(clevr, out):
     run(clevr, "--out", out, *PATCHES)
-    (out / JOURNAL).write_text("{}")
-    (out / f".{JOURNAL}.7.tmp").write_text("{")
+    (out / LOCK).touch()
+    (out / f".{PARTIAL}.7.tmp").write_text("{")
     assert "already done" in run(clevr, "--out", out, *PATCHES)
     assert [path.name for path in out.iterdir()] == [FILE]
 
 
-def test_two_processes_do_not_write_the_same_file(clevr, out):
-    out.mkdir()
-    with held(out / f".{FILE}.lock", out / PARTIAL):
-        assert f"{out / PARTIAL}: in use by process {os.getpid()}" in run(clevr, "--out", out, *PATCHES, code=1)
+def test_two_processes_do_not_write_the_same_directory(clevr, out):
+    with alone_in(out):
+        assert f"{out}: in use by process {os.getpid()}" in run(clevr, "--out", out, *PATCHES, code=1)
+
+
+def test_a_resumed_run_reads_only_images_that_are_new_or_whose_rows_are_damaged(clevr, out, tmp_path):
+    interrupt(clevr, out)
+    images = image_paths(clevr / "images" / "val")
+    with open(images[1], "ab") as file:
+        file.write(b"more")
+    with h5py.File(out / PARTIAL, "r+") as file:
+        file["features"][2, 0, 0, 0] += 1
+    run(clevr, "--out", tmp_path / "whole", *PATCHES)
+    seen = []
+    preprocess_features({"val": images}, out, WatchedPatches(2, lambda: seen.append(1)), batch_size=1)
+    assert len(seen) == 1 + 5  # the first batch only tells the shape; rows 0 and 3 are as they were
+    assert (out / FILE).read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
 
 
 def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(clevr, out):
@@ -134,7 +145,7 @@ def make(images: Path, out: Path, killed_after: tuple[int, ...] = ()) -> str:
     said, left = [], iter(range(killed_after[int(os.environ["RANK"])] + 1 if killed_after else 1000))
     patches = WatchedPatches(2, lambda: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL))
     try:
-        preprocess_features({"val": image_paths(images)}, out, patches, batch_size=2, say=said.append, flush_seconds=0)
+        preprocess_features({"val": image_paths(images)}, out, patches, batch_size=2, say=said.append)
     except InputError as error:
         return f"Error: {error}"
     except SystemExit as stop:
@@ -145,6 +156,12 @@ def make(images: Path, out: Path, killed_after: tuple[int, ...] = ()) -> str:
 def alone(images: Path, out: Path) -> bytes:
     preprocess_features({"val": image_paths(images)}, out, Patches(2), batch_size=2, say=lambda line: None)
     return (out / FILE).read_bytes()
+
+
+def written(out: Path) -> list[int]:
+    """Return the rows of the unfinished file that have a checksum."""
+    with h5py.File(out / PARTIAL) as file:
+        return np.flatnonzero(file["checksums"][()]).tolist()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -160,10 +177,10 @@ def test_a_killed_job_is_resumed_by_another_number_of_processes_to_the_same_byte
     for killed_after in ((3, 2), (2, 4), (1, 1)):
         with pytest.raises((AssertionError, EOFError)):
             together(make, images, out, killed_after)
-    rows = read_json(out / JOURNAL)["rows"]
-    assert 4 <= rows < IMAGES
+    rows = written(out)
+    assert 4 <= len(rows) < IMAGES
     # Were they read again, these images (of the same size, so that they count as unchanged) would be errors.
-    for path in image_paths(images)[:rows]:
+    for path in (image_paths(images)[row] for row in rows):
         path.write_bytes(b"\0" * path.stat().st_size)
     together(make, images, out, world_size=3)
     for index, path in enumerate(write_images(images.parents[1], "val", IMAGES)):
@@ -172,13 +189,13 @@ def test_a_killed_job_is_resumed_by_another_number_of_processes_to_the_same_byte
 
 
 def test_a_bad_image_of_any_process_ends_all_and_one_of_them_names_it(images: Path, tmp_path: Path):
-    out, bad = tmp_path / "data", image_paths(images)[11]  # the second process's second batch ends with it
+    out, bad = tmp_path / "data", image_paths(images)[11]  # the second process's third batch ends with it
     sound = bad.read_bytes()
     bad.write_bytes(sound[:100])
     first, second = together(make, images, out)
-    assert first.startswith(f"Error: {bad}: not an image")
+    assert first.startswith(f"Error: process 1: {bad}: not an image")
     assert second == "exit 1"
-    assert read_json(out / JOURNAL)["rows"] == 10
+    assert written(out) == list(range(10))
     bad.write_bytes(sound)
     assert alone(images, out) == alone(images, tmp_path / "alone")
 

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from iep.cli.command import Command
-from iep.runtime import signals
-from iep.runtime.signals import Stopped, answering, deferred, handled, waited_for
+from iep.data.loader import NO_WORKERS, made_ahead
+from iep.runtime.signals import Stopped, answering, deferred, handled
 
 BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
@@ -77,32 +77,17 @@ def test_an_error_in_a_deferred_block_is_not_hidden_by_a_signal(handlers):
         fail()
 
 
-def test_a_signal_waits_for_the_current_item_but_not_for_the_next(handlers):
-    def slow() -> Iterator[int]:
-        yield 0
-        ask()
-        came.append("whole")
-        yield 1
+def test_a_signal_waits_for_the_current_item_of_a_loader_but_not_for_the_next(handlers):
+    def make(number: int) -> int:
+        if number == 1:
+            ask()
+        made.append(number)
+        return number
 
-    came, got = [], []
+    made, got = [], []
     with handled(), pytest.raises(Stopped):
-        got.extend(waited_for(slow()))
-    assert came == ["whole"]
-    assert got == [] or got == [0]
-
-
-def test_a_signal_does_not_wait_for_an_item_that_never_comes(handlers, monkeypatch):
-    monkeypatch.setattr("iep.runtime.signals.PATIENCE", 0.05)
-
-    def stuck() -> Iterator[int]:
-        ask()
-        time.sleep(20)
-        yield 0
-
-    start = time.monotonic()
-    with handled(), pytest.raises(Stopped):
-        list(waited_for(stuck()))
-    assert time.monotonic() - start < 10
+        got.extend(made_ahead(make, range(3), NO_WORKERS))
+    assert (made, got) == ([0, 1], [0])
 
 
 def test_a_stop_that_is_lost_in_a_destructor_is_raised_again(handlers, capfd):
@@ -175,42 +160,19 @@ def test_under_torchrun_only_a_second_ctrl_c_ends_the_process_at_once(asked: tup
     assert in_a_child(body) == code
 
 
-def test_a_signal_waits_until_a_loader_has_started(handlers):
-    made = []
-
-    class Loader:
-        def __iter__(self) -> Iterator[int]:
-            ask()
-            time.sleep(0.05)
-            made.append(True)
-            return iter([1])
-
-    with handled(), pytest.raises(Stopped):
-        next(waited_for(Loader()))
-    assert made == [True]
-
-
-def test_no_second_stop_is_raised_while_the_first_is_answered(handlers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(signals, "PATIENCE", 0.1)
-
-    def slow() -> Iterator[int]:
-        yield 1
-        ask()
-        time.sleep(0.05)
-        yield 2
-
+def test_no_second_stop_is_raised_while_the_first_is_answered(handlers):
     answered = []
     with handled():
         try:
-            for item in waited_for(slow()):
-                answered.append(item)
+            ask()
+            time.sleep(5)
         except Stopped:
-            time.sleep(0.3)  # longer than the patience that the wait began
             with answering():
                 signal.setitimer(signal.ITIMER_REAL, 0.01)  # as when an exception was lost
                 time.sleep(0.1)
-                answered.append("saved")
-    assert answered == [1, "saved"]
+                with deferred():
+                    answered.append("saved")
+    assert answered == ["saved"]
 
 
 # Real processes of the commands

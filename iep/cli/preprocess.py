@@ -1,6 +1,7 @@
 """`iep-preprocess`: convert a CLEVR directory to vocab.json and the HDF5 files that training reads."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,11 @@ def main(
 
     model = chosen_backbone(of_backbone, default="synth" if (clevr_dir / RECORD).exists() else RESNET)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
-    with joined():
+    with joined(), ExitStack() as stack:
         say = click.echo if is_main() else lambda line: None
         given = {splits[0]: question_file} if question_file else None
         files, images, counts = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
+        by_main(lambda: stack.enter_context(alone_in(out, "*")))
         if "features" in parts:  # a missing device or wrong weights are an error before the questions are encoded
             torch_device = main_first(lambda: resolve_device(device))
             main_first(lambda: model.input_size)
@@ -110,8 +112,7 @@ def main(
 
             def encode() -> None:
                 options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk, possible_tokens(clevr_dir))
-                with alone_in(out, "vocab.json", "*_questions.h5"):  # each features file has a lock of its own
-                    preprocess_questions(files, out, options, counts, overwrite, say, verify)
+                preprocess_questions(files, out, options, counts, overwrite, say, verify)
 
             by_main(encode)
         if "features" in parts:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from iep.data.features import Features
-from iep.data.loader import HERE, Batches, Loading
+from iep.data.loader import NO_WORKERS, Batches, Loading
 from iep.data.ordering import Order, deal, step_numbers
 from iep.data.question_file import Questions
 from iep.errors import InputError
@@ -148,7 +148,7 @@ def training_batches(
 def sequential_batches(
     dataset: ClevrDataset,
     batch_size: int,
-    loading: Loading = HERE,
+    loading: Loading = NO_WORKERS,
     by_image: bool = False,
     rank: int = 0,
     world_size: int = 1,

@@ -124,7 +124,7 @@ class Features:
         """Read every row, and thereby check it.
 
         Raises:
-            InputError: as `read`.
+            InputError: the file is missing, or a row cannot be read or is damaged (names the row).
         """
         for row in range(len(self)):
             self.read(np.array([row]))
@@ -135,7 +135,7 @@ class Features:
         The processes that torchrun started share one copy on each machine; all of them must call this.
 
         Raises:
-            InputError: the features do not fit into memory, or as `read`.
+            InputError: the features do not fit into memory, or a row cannot be read or is damaged (names the row).
         """
         memory = attempt(self._load, local_rank() == 0)
         node = os.environ.get("GROUP_RANK", "0")
@@ -151,7 +151,7 @@ class Features:
         """Read all rows into an anonymous file in memory, which exists as long as a process has it open.
 
         Raises:
-            InputError: as `in_memory`.
+            InputError: the features do not fit into memory, or a row cannot be read or is damaged.
         """
         need, available = len(self) * self.row_bytes, available_memory()
         if need > available:

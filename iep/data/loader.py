@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from iep.errors import InputError
-from iep.runtime.signals import end_with_parent, waited_for
+from iep.runtime.signals import deferred, end_with_parent
 
 Make = Callable[..., Any]
 """(choice, allocate=np.empty) -> a batch, a dataclass with a field `features` in an array that `allocate` returned."""
@@ -47,7 +47,7 @@ class Loading:
     pin: bool = False
 
 
-HERE = Loading()
+NO_WORKERS = Loading()
 
 
 class Batches:
@@ -70,15 +70,14 @@ class Batches:
             buffers = BatchBuffers(loading.workers, loading.prefetch + 2, self._buffer_bytes)
         if loading.workers:
             make = partial(_make_parcel, make, buffers)
-        for batch in made_ahead(make, map(self._choose, self._numbers), loading):
-            yield batch.opened() if isinstance(batch, Parcel) else batch
+        yield from made_ahead(make, map(self._choose, self._numbers), loading)
 
 
 def made_ahead(make: Callable[[Any], Any], choices: Iterable[Any], loading: Loading) -> Iterator[Any]:
     """Yield `make(choice)` of each of `choices` in order, made ahead by worker processes.
 
     Raises:
-        InputError: as `make`.
+        InputError: `make` raised it, in this process or in a worker.
     """
     options: dict[str, Any] = {}
     if loading.workers:
@@ -95,7 +94,13 @@ def made_ahead(make: Callable[[Any], Any], choices: Iterable[Any], loading: Load
         generator=torch.Generator(),
         **options,
     )
-    for item in waited_for(loader):
+    with deferred():  # a loader whose workers are just starting could not be ended cleanly
+        iterator, end = iter(loader), object()
+    while True:
+        with deferred():  # a signal interrupts no transfer
+            item = next(iterator, end)
+        if item is end:
+            return
         if isinstance(item, InputError):
             raise item
         yield item
@@ -131,10 +136,6 @@ class BatchBuffers:
         self._taken = np.frombuffer(mmap.mmap(-1, workers * per_worker), dtype=np.uint8)
         _MADE[id(self)] = self
 
-    def __reduce__(self) -> tuple[Callable[[int], "BatchBuffers"], tuple[int]]:
-        """Pickle the identity, by which the process that made the buffers finds them."""
-        return _made_here, (id(self),)
-
     def take(self, worker: int) -> int | None:
         """Take a free buffer of `worker`, and return its number, or None if all are in use."""
         first = worker * self.per_worker
@@ -157,41 +158,34 @@ class BatchBuffers:
 
 
 _MADE: WeakValueDictionary[int, BatchBuffers] = WeakValueDictionary()
-
-
-def _made_here(key: int) -> BatchBuffers:
-    return _MADE[key]
+"""The buffers that this process made, by their identity, which is the same in forked processes."""
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """A pickled batch as a worker sends it, with its features in a buffer if one was free."""
+class _Parcel:
+    """A batch in a worker, with its features in a buffer unless `number` is None; unpickled, it is the batch itself."""
 
-    content: bytes
-    buffers: BatchBuffers | None = None
-    number: int = 0
-    shape: tuple[int, ...] = ()
-    dtype: np.dtype | None = None
+    batch: Any
+    buffers: BatchBuffers | None
+    number: int | None
 
-    def opened(self) -> Any:
-        """Return the batch."""
-        batch = pickle.loads(self.content)
-        if self.buffers is None:
-            return batch
-        return replace(batch, features=self.buffers.tensor(self.number, self.shape, self.dtype))
-
-    def pin_memory(self) -> Any:
-        """Return the batch in page-locked memory, as the data loader asks in a thread of its own."""
-        return self.opened().pin_memory()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self.number is None:
+            return pickle.loads, (_pickled(self.batch),)
+        features = self.batch.features.numpy()
+        content = _pickled(replace(self.batch, features=None))
+        return _opened, (content, id(self.buffers), self.number, features.shape, features.dtype)
 
 
-def _make_parcel(make: Make, buffers: BatchBuffers | None, choice: Any) -> Parcel:
+def _make_parcel(make: Make, buffers: BatchBuffers | None, choice: Any) -> _Parcel:
     """Make a batch in a worker, with its features in a buffer if one is free."""
-    if buffers is None or (number := buffers.take(get_worker_info().id)) is None:
-        return Parcel(_pickled(make(choice)))
-    batch = make(choice, partial(buffers.array, number))
-    features = batch.features.numpy()
-    return Parcel(_pickled(replace(batch, features=None)), buffers, number, features.shape, features.dtype)
+    number = None if buffers is None else buffers.take(get_worker_info().id)
+    batch = make(choice) if number is None else make(choice, partial(buffers.array, number))
+    return _Parcel(batch, buffers, number)
+
+
+def _opened(content: bytes, buffers: int, number: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    return replace(pickle.loads(content), features=_MADE[buffers].tensor(number, shape, dtype))
 
 
 def _pickled(value: Any) -> bytes:

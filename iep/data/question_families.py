@@ -32,8 +32,8 @@ def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Calla
     `train_path`, or over the questions to select from for families that have no programs there.
 
     Raises:
-        InputError: as `read_families`. The returned function raises it if questions have no families, a family has no
-            programs, or no question is left.
+        InputError: the file does not hold a list of whole numbers from 0. The returned function raises it if questions
+            have no families, a family has no programs, or no question is left.
     """
     only = None if families in (SHORT, LONG) else read_families(Path(families))
 
@@ -67,7 +67,7 @@ def listed(families: str | None) -> str | None:
     """Return the families that a file lists as text such as `0-4, 7`, or None for `short`, `long` and None.
 
     Raises:
-        InputError: as `read_families`.
+        InputError: the file does not hold a list of whole numbers from 0.
     """
     return None if families in (None, SHORT, LONG) else _ranges(sorted(set(read_families(Path(families)))))
 
@@ -76,7 +76,7 @@ def read_families(path: Path) -> tuple[int, ...]:
     """Return the list of CLEVR's `question_family_index` in a JSON or YAML file, such as the original toolkit's.
 
     Raises:
-        InputError: as `reading`, or the file does not hold a list of whole numbers from 0.
+        InputError: the file cannot be read, or does not hold a list of whole numbers from 0 (names the item).
     """
     with reading(path, EXPECTED):
         text = path.read_text(encoding="utf-8")

@@ -127,7 +127,8 @@ def load_vocab(data: Path) -> Vocab:
     """Return the vocabulary of a directory that `iep-preprocess` wrote.
 
     Raises:
-        InputError: `data` is a CLEVR directory, which must be preprocessed first, or as `Vocab.load`.
+        InputError: `data` is a CLEVR directory, which must be preprocessed first, or its `vocab.json` is missing or not
+            a vocabulary.
     """
     path = data / "vocab.json"
     if not path.exists() and (data / "questions").is_dir():
@@ -172,8 +173,8 @@ def open_split(
         skip: the number of questions to leave out at the beginning.
 
     Raises:
-        InputError: as `choose`; or a file is missing, damaged or made with another vocabulary, no question is left, or
-            the features do not fit into memory.
+        InputError: a file is missing, damaged or made with another vocabulary, no question is left, or the features do
+            not fit into memory. `choose` may raise it as well.
     """
     questions_path, features_path = split_files(data, split)
     questions = read_questions(questions_path, vocab)

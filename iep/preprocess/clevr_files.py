@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tqdm import tqdm
+
 from iep.errors import InputError
 from iep.runtime.reading import reading
 from iep.synth.templates import CLOSURE_GROUPS
@@ -90,29 +92,32 @@ def scenes_path(clevr_dir: Path, split: str) -> Path:
     return clevr_dir / "scenes" / f"CLEVR_{split}_scenes.json"
 
 
-def read_questions(path: Path) -> Iterator[dict]:
+def read_questions(path: Path, show_progress: bool = False) -> Iterator[dict]:
     """Yield the objects in the list `questions` of a question file.
 
-    The text is parsed one question at a time, because the 700,000 of CLEVR's train split would take several GB.
+    The text is parsed one question at a time, because the 700,000 of CLEVR's train split would take several GB. With
+    `show_progress`, a bar shows how much of it has been parsed.
 
     Raises:
-        InputError: as `reading`, or the file has no list `questions` of objects, or the list is empty.
+        InputError: the file cannot be read, it has no list `questions` of objects, or the list is empty.
     """
-    return _read_list(path, "a CLEVR question file", "question", "question")
+    return _read_list(path, "a CLEVR question file", "question", "question", show_progress)
 
 
 def read_scenes(path: Path) -> Iterator[dict]:
     """Yield the objects in the list `scenes` of a scenes file, parsed one at a time.
 
     Raises:
-        InputError: as `reading`, or the file has no list `scenes` of objects, or the list is empty.
+        InputError: the file cannot be read, it has no list `scenes` of objects, or the list is empty.
     """
     return _read_list(path, "a CLEVR scenes file", "scene", "objects")
 
 
-def _read_list(path: Path, what: str, item: str, key: str) -> Iterator[dict]:
-    with reading(path, what):
+def _read_list(path: Path, what: str, item: str, key: str, show_progress: bool = False) -> Iterator[dict]:
+    bar = tqdm(desc=path.name, unit="B", unit_scale=True, delay=1, disable=not show_progress)
+    with reading(path, what), bar:
         text = path.read_text(encoding="utf-8")
+        bar.total = len(text)
         start = re.search(rf'"{item}s"\s*:\s*\[\s*', text)
         if start is None:
             raise InputError(f"not {what}, expected JSON with a list under the key '{item}s'")
@@ -126,5 +131,6 @@ def _read_list(path: Path, what: str, item: str, key: str) -> Iterator[dict]:
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
             yield entry
             position, count = separator.end(), count + 1
+            bar.update(position - bar.n)
         if not count:
             raise InputError(f"the list '{item}s' is empty")

@@ -19,9 +19,9 @@ from iep.errors import InputError
 from iep.preprocess.backbones import Backbone, Scenes
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import Recipe, listing
-from iep.preprocess.write_features import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
+from iep.preprocess.write_features import FeatureRows, FeaturesSpec, feature_rows, is_done
 from iep.runtime.devices import enough_memory
-from iep.runtime.distributed import by_main, is_main, main_first, rank, world_size
+from iep.runtime.distributed import attempt, by_main, is_main, main_first, rank, world_size
 
 
 def preprocess_features(
@@ -34,7 +34,6 @@ def preprocess_features(
     workers: int = 0,
     overwrite: bool = False,
     say: Callable[[str], None] = print,
-    flush_seconds: float = 5.0,
     verify: bool = False,
 ) -> None:
     """Write `{split}_features.h5` to `out` for the images of some splits, with row i made of image i.
@@ -42,7 +41,7 @@ def preprocess_features(
     All existing files are checked before any is made, and finished ones are skipped. An interrupted run is resumed
     where it stopped. The finished file then has the same bytes as without interruption, provided that the batch size
     and the device are the same, on which a ResNet's last bits depend. The processes that torchrun starts share the
-    batches, and write the same bytes as one process.
+    batches, and write the same bytes as one process. Only one job at a time may write to `out`.
 
     Args:
         images: split -> N image files.
@@ -54,7 +53,6 @@ def preprocess_features(
         workers: number of processes that decode images; with 0, this process decodes them.
         overwrite: replace files, finished or not, that were made differently.
         say: a function that is called with one line for each file.
-        flush_seconds: seconds of work that are lost at most, besides one batch, if the process is killed.
         verify: read the files that are already done, and check that they are undamaged.
 
     Raises:
@@ -75,12 +73,14 @@ def preprocess_features(
     for path, names in todo.items():
         spec = FeaturesSpec((len(names), *chw), np.dtype(dtype), names, recipe)
         with (
-            feature_rows(path, spec, overwrite, flush_seconds) as rows,
-            tqdm(total=len(names), initial=rows.count, desc=path.name, unit="image", disable=not is_main()) as bar,
+            feature_rows(path, spec, overwrite) as rows,
+            tqdm(total=len(names), desc=path.name, unit="image", disable=not is_main()) as bar,
         ):
-            pixels = image_batches(files[path][rows.count :], size, batch_size, workers, rank(), world_size())
-            for end in _write_rows(rows, files[path], pixels, batch_size, extract, getattr(torch, dtype)):
-                bar.update(end - bar.n)
+            starts = [n for n in range(0, len(names), batch_size) if not rows.done_N[n : n + batch_size].all()]
+            pixels = image_batches(files[path], size, batch_size, workers, starts[rank() :: world_size()])
+            bar.update(max(0, len(names) - len(starts) * batch_size))
+            for _ in _write_rows(rows, files[path], starts, pixels, extract, getattr(torch, dtype)):
+                bar.update(min(batch_size * world_size(), len(names) - bar.n))
         say(f"{path}: {spec.shape} {dtype}")
 
 
@@ -123,41 +123,35 @@ def _checked(
 def _undone(
     files: Mapping[Path, Sequence[Path]], recipe: Recipe, overwrite: bool, verify: bool
 ) -> dict[Path, tuple[str, ...]]:
-    """Return the features files to make, with the listings of their images, and clear up beside the finished ones."""
+    """Return the features files to make, with the listings of their images."""
     listings = {path: listing(images) for path, images in files.items()}
-    todo = {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
-    for path in listings.keys() - todo.keys():
-        clear_up(path)
-    return todo
+    return {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
 
 
 def _write_rows(
     rows: FeatureRows,
     paths: Sequence[Path],
+    starts: Sequence[int],
     pixels: Iterator[torch.Tensor],
-    batch_size: int,
     extract: Callable[[torch.Tensor], torch.Tensor],
     dtype: torch.dtype,
-) -> Iterator[int]:
-    """Write the remaining rows, in rounds in which every process makes one batch of `pixels`.
-
-    Yields:
-        The number of complete rows after each round.
+) -> Iterator[None]:
+    """Write the batches that begin at the rows `starts`, in rounds in which every process makes one of `pixels`.
 
     Raises:
-        InputError: in any process, an image cannot be read or its features cannot be stored. All rows before it are
+        InputError: in any process, an image cannot be read or its features cannot be stored. All batches before it are
             stored.
         OSError: rows cannot be written.
     """
-    for start in range(rows.count, len(paths), batch_size * world_size()):
-        first, trouble = start + rank() * batch_size, None
-        try:
-            if first < len(paths):
-                rows.write(first, _stored(extract(next(pixels)), dtype, paths[first]))
-        except (InputError, OSError) as error:
-            trouble = (first, error)
-        rows.end_round(min(start + batch_size * world_size(), len(paths)), trouble)
-        yield rows.count
+    mine = iter(starts[rank() :: world_size()])
+
+    def write_next() -> None:
+        first = next(mine)
+        rows.write(first, _stored(extract(next(pixels)), dtype, paths[first]))
+
+    for number in range(0, len(starts), world_size()):
+        attempt(write_next, number + rank() < len(starts))
+        yield
 
 
 def _stored(features_BCHW: torch.Tensor, dtype: torch.dtype, first: Path) -> np.ndarray:

@@ -74,13 +74,13 @@ def load_questions(path: Path) -> QuestionSet:
     the position in the file. Either all questions have a program, or none; the same holds for answers and families.
 
     Raises:
-        InputError: as `clevr_files.read_questions`; or a question has no text, a value has a wrong type, or only some
-            questions have a program, answer or family (names file, question and key).
+        InputError: the file cannot be read or is not a question file; or a question has no text, a value has a wrong
+            type, or only some questions have a program, answer or family (names file, question and key).
     """
     questions, programs, answers = _Rows(), _Rows(), _Rows()
     image_idxs, orig_idxs, families = array("i"), array("i"), array("i")
     present = None
-    for position, question in enumerate(read_questions(path)):
+    for position, question in enumerate(read_questions(path, show_progress=True)):
         try:
             text = question.get("question")
             if not isinstance(text, str):

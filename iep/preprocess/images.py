@@ -49,18 +49,20 @@ def read_image(path: Path | Image.Image, size: tuple[int, int]) -> np.ndarray:
     """Return the (3, H, W) uint8 RGB pixels of an image, resized by bicubic interpolation to a width and height.
 
     Raises:
-        InputError: as `open_image`.
+        InputError: the file is missing, truncated or not an image, or its pixels have no maximum that means white.
     """
     pixels = open_image(path).resize(size, Image.Resampling.BICUBIC)
     return np.asarray(pixels).transpose(2, 0, 1)
 
 
 def image_batches(
-    paths: Sequence[Path], size: tuple[int, int], batch_size: int, workers: int, first: int = 0, step: int = 1
+    paths: Sequence[Path], size: tuple[int, int], batch_size: int, workers: int, starts: Sequence[int] | None = None
 ) -> Iterator[torch.Tensor]:
-    """Yield every `step`th batch of the images from batch `first` on, as (B, 3, H, W) uint8 tensors.
+    """Yield the images in order, as (B, 3, H, W) uint8 tensors; B is `batch_size`, or less in the last batch.
 
-    The `size` is the width and height. B is `batch_size`, or less in the last batch.
+    Args:
+        size: the width and height.
+        starts: the positions at which the wanted batches begin; None for all batches.
 
     Raises:
         InputError: an image cannot be read (names it).
@@ -69,5 +71,4 @@ def image_batches(
     def read(start: int) -> torch.Tensor:
         return torch.from_numpy(np.stack([read_image(path, size) for path in paths[start : start + batch_size]]))
 
-    starts = range(first * batch_size, len(paths), step * batch_size)
-    return made_ahead(read, starts, Loading(workers))
+    return made_ahead(read, range(0, len(paths), batch_size) if starts is None else starts, Loading(workers))

@@ -35,7 +35,7 @@ def file_digest(path: Path) -> str:
     """Return the digest of a file's content.
 
     Raises:
-        InputError: as `reading`.
+        InputError: the file is missing or cannot be read.
     """
     with reading(path, "a file"), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:_DIGITS]

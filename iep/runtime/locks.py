@@ -34,7 +34,7 @@ def alone_in(directory: Path, *targets: str) -> Iterator[None]:
     processes left for `targets` (patterns of file names) are removed.
 
     Raises:
-        InputError: as `held`.
+        InputError: another process has locked `directory`, or its file system does not support locks.
         OSError: the directory or the lock file cannot be created.
     """
     with _existing(directory), held(directory / LOCK, directory):
@@ -51,7 +51,8 @@ def new_directory(target: Path) -> Iterator[Path]:
     so that `target` appears with all its files or not at all; that of a killed process is removed at the beginning.
 
     Raises:
-        InputError: `target` exists and is not empty, or as `held`.
+        InputError: `target` exists and is not empty, another process is writing it, or its file system does not
+            support locks.
         OSError: the block or the rename failed. Its `filename` is `target`, never a temporary path.
     """
     final = target.resolve()

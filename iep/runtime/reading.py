@@ -70,7 +70,7 @@ def read_json(path: Path | str, what: str = "a JSON file") -> Any:
     """Return the JSON value in the file `path`.
 
     Raises:
-        InputError: as `reading`. For a file that is not JSON, the message gives the line and column.
+        InputError: the file is missing, cannot be read, or is not JSON (names the line and column).
     """
     with reading(path, what):
         return json.loads(Path(path).read_bytes())
@@ -80,7 +80,7 @@ def read_yaml(path: Path | str, what: str = "a YAML file") -> Any:
     """Return the YAML value in the file `path`.
 
     Raises:
-        InputError: as `reading` and `parse_yaml`.
+        InputError: the file is missing, cannot be read, is not YAML, repeats a key, or uses an alias.
     """
     with reading(path, what):
         return parse_yaml(Path(path).read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM -> one line and exit code 130 or 143, without interrupting work that must be completed.
 
 Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is. Inside `deferred()`
-the exception is delayed until the end of the block, and in `waited_for` until the next item. A second signal ends the
-process at once, as is the system's default. `cli/command.py` prints the line and exits; `training/loop.py` saves a
+the exception is delayed until the end of the block. A second signal ends the process at once, as is the system's
+default. `cli/command.py` prints the line and exits; `training/loop.py` saves a
 stopped training run.
 """
 
@@ -11,20 +11,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import TypeVar
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PATIENCE = 2.0
-"""The number of seconds that `waited_for` waits for an item after a signal."""
 
 _PR_SET_PDEATHSIG = 1
 
-T = TypeVar("T")
 _asked: signal.Signals | None = None
-_depth = _waiting = 0
+_depth = 0
 _process: int | None = None
 
 
@@ -68,7 +64,7 @@ def handled() -> Iterator[None]:
         return
     _process = os.getpid()
     hook, sys.unraisablehook = sys.unraisablehook, _note_lost
-    with _installed(dict.fromkeys(SIGNALS, _answer) | {signal.SIGALRM: _ask_again}):
+    with _installed(dict.fromkeys((*SIGNALS, signal.SIGALRM), _answer)):
         try:
             yield
         finally:
@@ -106,31 +102,6 @@ def default_signals() -> AbstractContextManager[None]:
     return _installed(dict.fromkeys(SIGNALS, signal.SIG_DFL))
 
 
-def waited_for(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items, such as those of worker processes.
-
-    After a signal, wait up to `PATIENCE` seconds for the current item, so that no transfer is interrupted.
-
-    Raises:
-        Stopped: instead of yielding the next item after a signal.
-    """
-    global _waiting
-    with deferred():  # a loader whose workers are just starting could not be ended cleanly
-        iterator, end = iter(items), object()
-    while True:
-        _waiting += 1
-        try:
-            item = next(iterator, end)
-        finally:
-            _waiting -= 1
-        if _asked is not None and not _depth and not _waiting:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            raise Stopped(_asked)
-        if item is end:
-            return
-        yield item
-
-
 def asked() -> signal.Signals | None:
     """Return the signal that asked this process to stop, or None."""
     return _asked
@@ -140,17 +111,20 @@ def _answer(number: int, frame: FrameType | None) -> None:
     global _asked
     if os.getpid() != _process:
         return  # a child that has no handlers of its own yet; its parent decides when it ends
-    if _asked is not None:
-        return  # only under torchrun, see below
-    _asked = signal.Signals(number)
-    # torchrun sends SIGTERM to its processes even after they got a SIGINT or SIGTERM; there, only Ctrl-C is a second
-    # signal. It kills processes that do not end in half a minute.
-    for again in (signal.SIGINT,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
-        signal.signal(again, signal.SIG_DFL)
-    if _waiting and not _depth:
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-    else:
-        _ask_again(number, frame)
+    if number != signal.SIGALRM:
+        if _asked is not None:
+            return  # only under torchrun, see below
+        _asked = signal.Signals(number)
+        # torchrun sends SIGTERM to its processes even after they got a SIGINT or SIGTERM; there, only Ctrl-C is a
+        # second signal. It kills processes that do not end in half a minute.
+        for again in (signal.SIGINT,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
+            signal.signal(again, signal.SIG_DFL)
+    if _asked is None or _depth:
+        return
+    if _is_importing(frame):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # later
+        return
+    raise Stopped(_asked)
 
 
 def _note_lost(lost: "sys.UnraisableHookArgs") -> None:
@@ -159,15 +133,6 @@ def _note_lost(lost: "sys.UnraisableHookArgs") -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
         sys.__unraisablehook__(lost)
-
-
-def _ask_again(number: int, frame: FrameType | None) -> None:
-    if _asked is None or _depth or os.getpid() != _process:
-        return
-    if _is_importing(frame):
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        return
-    raise Stopped(_asked)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
