@@ -166,7 +166,7 @@ class Trainer:
             group["lr"] = learning_rate(self.config, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.config.precision):
-            loss, metrics = self.task.loss(batch)
+            loss, metrics = self.replicas.loss(batch)
         agreed = self.replicas.backward(batch, loss)
         if not math.isfinite(agreed.loss):
             self._refuse(batch, agreed.loss)

@@ -74,8 +74,8 @@ from iep.runtime.distributed import (
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.asynchronous import InstancePlanner, check_asynchronous, with_processes
+from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
-from iep.training.joined_norms import check_module_norm
 from iep.training.loop import RunData, Trainer
 from iep.training.tasks import TASKS, EngineTask, Task
 from iep.vocab import Vocab
@@ -279,7 +279,7 @@ def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str
     if "engine" in networks and not config.asynchronous:
         _set_execution(networks["engine"], config, data)
     config = task.config = _with_networks_settings(config, networks, asked, resumed=start is not None)
-    if (warning := check_module_norm(networks, config.batching, config.sharing)) is not None:
+    if (warning := check_norms(networks, config, data.device)) is not None:
         tqdm.write(warning)
     trainer = Trainer(task, config, data, out)
     if start is not None:
