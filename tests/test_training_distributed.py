@@ -27,7 +27,7 @@ from iep.models.build import build, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.runtime.signals import Stopped, handled
-from iep.training.batch_norm import average_statistics
+from iep.training.batch_norm import average_statistics, synchronize_norms
 from iep.training.loop import Trainer
 from iep.training.parallel import Replicas
 from iep.training.run_training import load_start, train
@@ -192,6 +192,19 @@ def _average(values: list[list[float]]) -> list[list[float]]:
 
 def test_running_statistics_of_norms_in_training_mode_are_averaged():
     assert together(_average, [[1.0, 3.0, 5.0], [2.0, 5.0, 6.0]]) == [[1.5, 4.0, 5.0], [1.5, 4.0, 6.0]]
+
+
+def test_batch_norm_on_gpus_is_synchronised_except_in_an_engines_modules(data: Path, monkeypatch):
+    config = tiny_config(data, "ee", *NORM, "engine.classifier_norm=true", "engine.module_norm=example")
+    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
+    before = engine.state_dict()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    synchronize_norms({"engine": engine})
+    kinds = {type(layer) for part in (engine.stem, engine.classifier) for layer in part.modules()}
+    assert nn.SyncBatchNorm in kinds
+    assert not kinds & {nn.BatchNorm1d, nn.BatchNorm2d}
+    assert type(engine.get_submodule("count").bn1) is ExampleNorm
+    assert all(before[name].data_ptr() == value.data_ptr() for name, value in engine.state_dict().items())
 
 
 def test_three_processes_train_as_one_on_unequal_parts_and_small_stages(data: Path, tmp_path: Path):

@@ -82,6 +82,8 @@ class _Loss(nn.Module):
         self.task, self.trained = task, nn.ParameterList(parameters)
         self.always_used = nn.Parameter(torch.zeros((), device=parameters[0].device))
         """With this, a process whose part of a minibatch uses no trained weight has a backward pass, too."""
+        self.never_used = nn.Parameter(torch.zeros((), device=parameters[0].device))
+        """DDP warns of minibatches that use all weights."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         loss, metrics = self.task.loss(batch)
