@@ -21,5 +21,6 @@ if [ -z "${PROCESSES:-}" ]; then
 fi
 case $FIRST in *:*) ;; *) FIRST=$FIRST:29400 ;; esac
 
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # torchrun starts a new store when it restarts the processes
 exec torchrun --nnodes "$MACHINES" --nproc-per-node "$PROCESSES" --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "$FIRST" --rdzv-id "${RUN_ID:-iep}" -m iep.cli.train "$@" --resume

@@ -87,7 +87,7 @@ def test_weights_that_were_not_finite_before_the_step_are_to_blame_not_its_quest
     before_each_step(monkeypatch, spoil)
     parts = ["--pg", runs["pg"], "--ee", runs["ee"], *tiny("joint"), "log_every=9", "validate_every=9"]
     result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *parts)
-    blame = "but weights were not finite before them; the weights before it are in not-finite-2.pt"
+    blame = "; the weights before it are in not-finite-2.pt; weights were not finite before it"
     assert_one_error(result, "the loss is nan at iteration 2, on 8 questions", blame)
 
 

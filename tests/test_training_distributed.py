@@ -27,22 +27,19 @@ from iep.models.build import build, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.runtime.signals import Stopped, handled
-from iep.training.joined_norms import JoinedStatistics
+from iep.training.batch_norm import average_statistics, synchronize_norms
 from iep.training.loop import Trainer
 from iep.training.parallel import Replicas
 from iep.training.run_training import load_start, train
 from iep.training.tasks import EngineTask, Task
-from iep.vocab import index_tokens
 
 SMALL_BATCHES = ("batch_size=12", "iterations=6", "validate_every=3", "questions_per_image=2", "learning_rate=0.002")
 TORCHS_OWN = "engine.initialization=torch"  # Adam makes much of rounding where activations blow up
-IDLE = re.compile(
-    r"cnn\.2\.(conv[12]\.bias|bn[12]\.running_mean)|classifier\.([01]\.bias|2\.running_mean)|stacked-attn-\d\.Wp\.bias"
-)
-"""Of the baselines, biases that a batch norm or a softmax behind them cancels, and the means of what these shift: their
-gradients are rounding, of which Adam makes whole steps."""
+IDLE = re.compile(r"stacked-attn-\d\.Wp\.bias")
+"""Biases of the baselines that a softmax behind them cancels: their gradients are rounding, of which Adam makes whole
+steps."""
 NORM = ("engine.stem_norm=true", "engine.stem_widths=[3]")
-SHARED = (TORCHS_OWN, *NORM, "sharing=true")
+SHARED = (TORCHS_OWN, "sharing=true")
 
 
 def assert_same_run(one: Path, two: Path, iterations: int) -> None:
@@ -66,12 +63,12 @@ def assert_same_run(one: Path, two: Path, iterations: int) -> None:
 CASES = {
     "pg": (),
     "lstm": (),
-    "cnn-lstm": ("cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true"),
-    "cnn-lstm-sa": ("cnn_lstm_sa.classifier_norm=true",),
-    "cnn-lstm-sa, partly frozen": ("freeze=rnn,cnn", "cnn_lstm_sa.classifier_norm=true"),
+    "cnn-lstm": (),
+    "cnn-lstm-sa": (),
+    "cnn-lstm-sa, partly frozen": ("freeze=rnn,cnn",),
     "ee": (TORCHS_OWN,),
     "ee, shared, deferred, clipped": (*SHARED, "defer_weight_grads=true", "clip_gradients=0.5"),
-    "ee, not shared": (TORCHS_OWN, "sharing=false", "questions_per_image=1", "workers=2", *NORM),
+    "ee, not shared": (TORCHS_OWN, "sharing=false", "questions_per_image=1", "workers=2"),
     "ee, attention modules, penalized": (TORCHS_OWN, "engine.modules=tbd", "attention_penalty=0.001"),
     "ee, predicted": (TORCHS_OWN, "programs=predicted"),
     "joint": (),
@@ -101,10 +98,9 @@ def test_two_processes_train_as_one(data: Path, parts: list[str], tmp_path: Path
 
 
 def _gradients(data: Path, *settings: str) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of a minibatch of which this process has a part, in float64 but for the loss, and how many
-    calls each norm has seen."""
+    """Return the gradients of a minibatch of which this process has a part, in float64 but for the loss."""
     torch.manual_seed(0)
-    config = tiny_config(data, "ee", *NORM, *settings)
+    config = tiny_config(data, "ee", *settings)
     engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
     task = EngineTask(config, {"engine": engine})
     replicas = Replicas(task, list(engine.parameters()))
@@ -112,10 +108,9 @@ def _gradients(data: Path, *settings: str) -> dict[str, torch.Tensor | None]:
     rows = np.array([0, 1, 2, 13, 26, 4, 5])
     batch = dataset.batch((rows[deal(dataset.questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.double())
-    loss, _ = task.loss(batch)
+    loss, _ = replicas.loss(batch)
     replicas.backward(batch, loss)
-    seen = {name: count for name, count in engine.named_buffers() if name.endswith("num_batches_tracked")}
-    return {name: parameter.grad for name, parameter in engine.named_parameters()} | seen
+    return {name: parameter.grad for name, parameter in engine.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +118,7 @@ def _gradients(data: Path, *settings: str) -> dict[str, torch.Tensor | None]:
     [
         ("sharing=true",),
         ("sharing=true", "defer_weight_grads=true"),
-        ("engine.module_norm=example", "engine.classifier_norm=true", "engine.initialization=torch"),
+        ("engine.module_norm=example", "engine.initialization=torch"),
     ],
 )
 def test_the_gradients_of_several_processes_are_those_of_one(data: Path, settings: tuple[str, ...]):
@@ -137,38 +132,79 @@ def test_the_gradients_of_several_processes_are_those_of_one(data: Path, setting
                 torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
-def _see(rows: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
-    """Return the statistics after each of two steps in which the process has seen so many rows."""
-    sides = {"feature_dim": 3, "feature_height": 3, "feature_width": 3, "module_dim": 3, "stem_widths": ()}
-    vocabulary = {"program_tokens": index_tokens(["count", "scene"]), "num_answers": 2}
-    engine = build("engine", vocabulary | sides | {"module_norm": "example"}).train()
-    joined, found = JoinedStatistics([engine, nn.BatchNorm2d(3)]), []
-    for step in range(2):
-        if rows[rank()]:
-            engine.get_submodule("count").bn2(_maps(step, rank(), rows[rank()]))
-        joined.join()
-        found.append({name: value.clone() for name, value in engine.named_buffers()})
+def _gradients_without_a_loss_in_one_process() -> list[torch.Tensor | None]:
+    """Return the gradients of two weights after a minibatch in which the second process uses neither of them."""
+    weights = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(2)])
+
+    class Constant(Task):
+        def loss(self, batch: None) -> tuple[torch.Tensor, dict]:
+            return (weights[0].sum() if rank() == 0 else torch.ones(())), {}
+
+        def count(self, batch: None) -> int:
+            return 3 - 2 * rank()
+
+    replicas = Replicas(Constant(Config(), {"weights": weights}), list(weights))
+    replicas.backward(None, replicas.loss(None)[0])
+    return [weight.grad for weight in weights]
+
+
+def test_a_process_that_uses_no_trained_weight_gets_the_gradients_of_the_others():
+    for used, unused in together(_gradients_without_a_loss_in_one_process):
+        torch.testing.assert_close(used, torch.full((2,), 0.75))
+        assert unused is None
+
+
+def _train_and_return_buffers(config: Config, out: Path) -> list[dict[str, torch.Tensor]]:
+    """Train, and return the running statistics after each step."""
+    found = []
+
+    def note(trainer: Trainer, batch: Batch) -> None:
+        found.append({name: each.clone() for name, each in trainer.task.engine.named_buffers() if "running" in name})
+
+    before_each_step(pytest.MonkeyPatch(), note)
+    train(config, out, resume=False)
     return found
 
 
-def _maps(step: int, process: int, rows: int) -> torch.Tensor:
-    return torch.randn(rows, 3, 3, 3, generator=torch.Generator().manual_seed(10 * step + process)) + process
+def test_running_statistics_are_the_mean_over_the_processes_and_resume_to_the_same_bits(data: Path, tmp_path: Path):
+    def config(iterations: int) -> Config:
+        settings = (*SMALL_BATCHES, *SHARED, *NORM, "engine.module_norm=example", f"iterations={iterations}")
+        return tiny_config(data, "ee", *settings)
+
+    first, second = together(_train_and_return_buffers, config(6), tmp_path / "whole")
+    for ours, theirs in zip(first, second, strict=True):
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert not torch.equal(first[-1]["stem.1.running_mean"], first[0]["stem.1.running_mean"])
+    assert all(together(train, config(2), tmp_path / "resumed", False))
+    assert all(together(train, config(6), tmp_path / "resumed", True))
+    whole, resumed = (weights(newest(tmp_path / out), "engine") for out in ("whole", "resumed"))
+    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
 
 
-@pytest.mark.parametrize("rows", [(3, 2), (0, 4), (0, 0), (1, 5, 2)])
-def test_statistics_of_several_processes_are_those_of_one_that_sees_their_rows_in_turn(rows: tuple[int, ...]):
-    one = ExampleNorm(3).train()
-    expected = []
-    for step in range(2):
-        for process, count in enumerate(rows):
-            if count:
-                one(_maps(step, process, count))
-        expected.append({name: value.clone() for name, value in one.named_buffers()})
-    for found in together(_see, rows, world_size=len(rows)):
-        for step in range(2):
-            for name, value in expected[step].items():
-                torch.testing.assert_close(found[step][f"count.bn2.{name}"], value, rtol=1e-5, atol=1e-6)
-            assert found[step]["scene.bn1.running_mean"].eq(0).all()
+def _average(values: list[list[float]]) -> list[list[float]]:
+    """Return the running means of norms that each process sets to its row of `values`."""
+    norms = nn.ModuleList([nn.BatchNorm2d(1), ExampleNorm(1), nn.BatchNorm1d(1).eval()])
+    for norm, value in zip(norms, values[rank()], strict=True):
+        norm.running_mean.fill_(value)
+    average_statistics({"norms": norms})
+    return [norm.running_mean.item() for norm in norms]
+
+
+def test_running_statistics_of_norms_in_training_mode_are_averaged():
+    assert together(_average, [[1.0, 3.0, 5.0], [2.0, 5.0, 6.0]]) == [[1.5, 4.0, 5.0], [1.5, 4.0, 6.0]]
+
+
+def test_batch_norm_on_gpus_is_synchronised_except_in_an_engines_modules(data: Path, monkeypatch):
+    config = tiny_config(data, "ee", *NORM, "engine.classifier_norm=true", "engine.module_norm=example")
+    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
+    before = engine.state_dict()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    synchronize_norms({"engine": engine})
+    kinds = {type(layer) for part in (engine.stem, engine.classifier) for layer in part.modules()}
+    assert nn.SyncBatchNorm in kinds
+    assert not kinds & {nn.BatchNorm1d, nn.BatchNorm2d}
+    assert type(engine.get_submodule("count").bn1) is ExampleNorm
+    assert all(before[name].data_ptr() == value.data_ptr() for name, value in engine.state_dict().items())
 
 
 def test_three_processes_train_as_one_on_unequal_parts_and_small_stages(data: Path, tmp_path: Path):
@@ -244,6 +280,7 @@ def _fail(config: Config, out: Path) -> str:
     [
         ("lstm", ("batch_size=1",), "a minibatch has 1 questions for 2 processes, expected at least one each"),
         ("ee", ("engine.module_norm=batch",), "train in one process, or with engine.module_norm=example"),
+        ("lstm", ("lstm.classifier_norm=true",), "lstm.classifier_norm normalises over questions"),
     ],
 )
 def test_what_several_processes_cannot_train_is_refused_by_all(data: Path, tmp_path: Path, model, settings, problem):

@@ -174,6 +174,7 @@ def main(
         overrides["engine"] = {"modules": modules}
     file = None if config_file is None else find_config(config_file)
     given = given_settings(file, settings, overrides)
+    names = {name for _, name, _ in given}
 
     def resolve(resume: bool) -> tuple[Config, "Saved | None"]:
         config, start = _resolve(out, resume, given, file)
@@ -182,7 +183,12 @@ def main(
         return config, start
 
     if dry_run:
-        config, _ = resolve(resume)
+        config, start = resolve(resume)
+        if start is not None:
+            from iep.training.run_training import changes
+
+            changes(start, config)
+        check_used(config, names)
         click.echo(to_yaml(config), nl=False)
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
@@ -194,7 +200,7 @@ def main(
         if resume and config.data is None and not (out / CONFIG).exists():
             raise InputError(f"{out}: holds no run to resume; to start one, give --data DIR")
         file_settings = {name: value for source, name, value in given if source == str(file)}
-        trainer = train_from(start, config, out, {name for _, name, _ in given}, file and file_settings)
+        trainer = train_from(start, config, out, names, file and file_settings)
         if is_main() and trainer is not None:
             done = f"trained {config.model} to iteration {config.iterations}"
             click.echo(f"{out}: {done}; {trainer.describe_best()}")
@@ -206,8 +212,8 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
     """Return the settings of the run, and the checkpoint to resume from, None for a new run or without a checkpoint.
 
     Raises:
-        InputError: a setting is invalid or not used by the model, the checkpoint belongs to another run, or a file
-            names modules of another package that the command does not name.
+        InputError: a setting is invalid, the checkpoint belongs to another run than `config.yaml`, or a file names
+            modules of another package that the command does not name.
     """
     start, base = None, Config()
     named = {name: value for source, name, value in given if source != str(file)}.get("engine.modules")
@@ -232,9 +238,6 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
     # Settings that only the other way to train uses are dropped if a resumed run changes to it.
     base = only_used(replace(base, asynchronous=overridden(base, given).asynchronous))
     config = absolute(overridden(base, given))
-    if start is not None:  # before `check_used`, which would name settings that belong to the run's own model
-        changes(start, config)
-    check_used(config, {name for _, name, _ in given})
     check_named(config.engine.modules, named, file or out)
     return config, start
 

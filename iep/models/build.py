@@ -1,5 +1,6 @@
 """The networks of a model: built from settings and the data's shapes, or loaded from a checkpoint.
 
+Five sections: the networks and their arguments; checkpoints; what networks fit; devices and ways to execute; new words.
 A checkpoint stores the constructor arguments of each network beside its weights, so that loading needs no config. The
 networks have the names of the sections of a config with their settings: `generator`, `engine`, `lstm`, `cnn_lstm`,
 `cnn_lstm_sa` and `backbone`. `NETWORKS` lists the networks of each model.
@@ -16,7 +17,6 @@ from typing import Any, get_args, get_origin
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from iep.backbone.network import SceneNetwork
@@ -32,6 +32,8 @@ from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.runtime.distributed import is_main
 from iep.vocab import Vocab, count_new_words
+
+# The networks and their constructor arguments
 
 BASELINES: dict[str, type[nn.Module]] = {
     "lstm": LSTMBaseline,
@@ -60,22 +62,6 @@ FEATURE_SIDES = {
     **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
 }
 """The constructor arguments for the shape of the features, by network; those that read no features are not here."""
-LAYERS = {
-    "num_layers",
-    "cnn_res_blocks",
-    "attention_steps",
-    "stem_widths",
-    "classifier_hidden",
-    "classifier_dims",
-    "depths",
-}
-"""The constructor arguments that are numbers of layers, or lists of the widths of layers."""
-VARIANCES, COUNTS = "running_var", "num_batches_tracked"
-"""PyTorch's names of two buffers of batch norms: the first is never negative, and the second holds an integer."""
-PARTS_WITH_WORDS = ("encoder", "rnn")
-"""The parts that hold the word embeddings of a generator and of a baseline, as `--freeze` names them."""
-NEW_WORDS_STD = 0.01
-"""The standard deviation of the embeddings of new words, as in the original toolkit."""
 Shape = tuple[int, int, int]
 
 
@@ -101,8 +87,8 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """Return the network `name` with new weights.
 
     Settings that `kwargs` lacks, such as those of an earlier version's checkpoint, have the defaults of `Config`. The
-    network has three attributes for its checkpoints: its `name`, all of its `kwargs`, and the `recipe` of the features
-    that it was trained on, which is still empty.
+    network has two attributes for its checkpoints: all of its `kwargs`, and the `recipe` of the features that it was
+    trained on, which is still empty.
 
     Raises:
         InputError: an argument is unknown or of a wrong type, or the arguments do not fit together, as with too few
@@ -118,8 +104,13 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
         network = CLASSES[name](**kwargs)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
-    network.name, network.kwargs, network.recipe = name, kwargs, {}
+    network.kwargs, network.recipe = kwargs, {}
     return network
+
+
+def name_of(network: nn.Module) -> str:
+    """Return the name of a network that `build` has made."""
+    return next(name for name, kind in CLASSES.items() if type(network) is kind)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -127,6 +118,12 @@ def _is_of(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Sequence:
         return isinstance(value, (list, tuple)) and all(_is_of(item, *get_args(kind)) for item in value)
     return type(value) is kind if kind in (bool, int, str) else True
+
+
+# Checkpoints
+
+VARIANCES, COUNTS = "running_var", "num_batches_tracked"
+"""PyTorch's names of two buffers of batch norms: the first is never negative, and the second holds an integer."""
 
 
 def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -156,43 +153,29 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: 
     return network
 
 
-class _Unfilled(TorchFunctionMode):
-    """A mode that skips the random initialization of weights, which PyTorch takes seconds to start on `meta`."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__ in ("normal_", "uniform_"):
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
 def network_of(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> nn.Module:
-    """Return a network with weights, which are compared with its settings before a network of that size is allocated.
+    """Return a network with the weights of the file at `path`.
 
     Weights and running statistics that are not finite are an error: every answer would be NaN or the first answer.
+
+    Raises:
+        InputError: the arguments are invalid, or the weights do not fit them, are not finite, or are not floating
+            point.
     """
     what = DESCRIPTIONS[name]
     for key, value in weights.items():
         if not (value.is_floating_point() or key.endswith(COUNTS)):
             dtype = str(value.dtype).removeprefix("torch.")
             raise InputError(f"{path}: {key} of {what} is {dtype}, expected floating point")
-    for key in LAYERS & kwargs.keys():
-        count = len(kwargs[key]) if isinstance(kwargs[key], (list, tuple)) else kwargs[key]
-        if isinstance(count, int) and count > len(weights):
-            raise InputError(f"{path}: {key} makes {count} layers of {what}, and there are {len(weights)} weights")
     try:
-        with torch.device("meta"), _Unfilled():
+        with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, take no random numbers
             network = build(name, kwargs)
     except InputError as error:
         raise InputError(f"{path}: {_short(error)}") from None
     except Exception as error:  # arguments of a wrong type can fail in any way
         raise InputError(f"{path}: {what} cannot be built: {_short(error)}") from None
     try:
-        with torch.device("meta"):  # where PyTorch makes the counts of batch norms that old files lack
-            network.load_state_dict({key: value.to("meta") for key, value in weights.items()})  # names and shapes
-        network.to_empty(device="cpu").load_state_dict(weights)
+        network.load_state_dict(weights)
     except RuntimeError as error:
         raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
     for key, value in network.state_dict().items():
@@ -222,7 +205,8 @@ def load_network(
     network and their number, to extend the network to `vocab`. `modules` is as for `unpack`.
 
     Raises:
-        InputError: as `load_checkpoint` and `unpack`, or the checkpoint was trained with another vocabulary.
+        InputError: the checkpoint is missing or damaged, does not hold the network, was trained with another
+            vocabulary, or cannot be unpacked.
     """
     checkpoint = load_checkpoint(Path(path), PARTS_OF_A_MODEL)
     if name == "baseline":
@@ -247,8 +231,73 @@ def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
     return other
 
 
-MOST_MINIBATCHES = 32
-"""The number of minibatches whose programs determine the calls of a CUDA graph."""
+# What networks fit
+
+
+def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engine: Path | None = None) -> None:
+    """Check that two vocabularies are equal in the tokens that the network `name` depends on.
+
+    Args:
+        engine: the checkpoint of an engine that the `given` vocabulary is of; None if it is that of the data.
+
+    Raises:
+        InputError: they differ (names the first index where they do, and for data how to make them fit).
+    """
+    kinds = {"generator": ("question", "program"), "engine": ("program", "answer")}.get(name, ("question", "answer"))
+    for kind in kinds:
+        ours, theirs = getattr(trained, kind), getattr(given, kind)
+        if ours == theirs:
+            continue
+        pairs = enumerate(zip_longest(ours, theirs))
+        index, tokens = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+        there, here = ("missing" if token is None else repr(token) for token in tokens)
+        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in "
+        if engine is not None:
+            raise InputError(f"{what}{engine}")
+        unknown = " --encode-unk" if set(given.question) - set(trained.question) else ""
+        what += f"the data; preprocess them with --vocab {path}{unknown}"
+        if kind == "question" and (count := count_new_words(trained, given)):
+            what += f", or train from it to learn the {count} new question words"
+        raise InputError(what)
+
+
+def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -> None:
+    """Check that features have the shape that a network was built for.
+
+    Raises:
+        InputError: they have another shape.
+    """
+    made_for = features_shape(network)
+    if made_for != tuple(feature_shape)[: len(made_for)]:
+        what = DESCRIPTIONS[name_of(network)].split(" ")[-1]
+        raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")
+
+
+def describe_other_features(network: nn.Module, features: Features) -> str | None:
+    """Return a line on how the features were computed differently from those that a network was trained on, or None."""
+    what = f"the features that {DESCRIPTIONS[name_of(network)]} was trained on"
+    return describe_difference(features, network.recipe, what)
+
+
+def describe_difference(features: Features, recipe: Mapping[str, Any], what: str) -> str | None:
+    """Return a line on how the features were computed differently from `what`, which has the recipe, or None.
+
+    Only settings that both record are compared, except the dtype in which the features are stored.
+    """
+    both = sorted(recipe.keys() & features.recipe.keys() - {"dtype"})
+    parts = [
+        f"{key} {features.recipe[key]} instead of {recipe[key]}" for key in both if recipe[key] != features.recipe[key]
+    ]
+    return f"{features.path}: computed differently from {what}: {', '.join(parts)}" if parts else None
+
+
+def features_shape(network: nn.Module) -> tuple[int, ...]:
+    """Return the sizes among (C, H, W) that a network was built for."""
+    return tuple(network.kwargs[side] for side in FEATURE_SIDES[name_of(network)])
+
+
+# Devices
+
 MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": torch.channels_last}
 
 
@@ -275,11 +324,17 @@ def place_engine(
     """Place the parts of an engine by `--placement` and `--devices`, and return their costs for the sample.
 
     Raises:
-        InputError: as `make_placement`.
+        InputError: the placement is invalid for these parts and devices.
     """
     costs = costs_of(engine, sample)
     place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source), memory_format)
     return costs
+
+
+# Ways to execute
+
+MOST_MINIBATCHES = 32
+"""The number of minibatches whose programs determine the calls of a CUDA graph."""
 
 
 def set_execution(
@@ -357,66 +412,12 @@ def fit_template(engine: ExecutionEngine, sample: Sample, batch_size: int, shari
     engine.set_template(make_template([each.graph for each in plans], engine.op_groups(by_kernels=True)))
 
 
-def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engine: Path | None = None) -> None:
-    """Check that two vocabularies are equal in the tokens that the network `name` depends on.
+# New question words
 
-    Args:
-        engine: the checkpoint of an engine that the `given` vocabulary is of; None if it is that of the data.
-
-    Raises:
-        InputError: they differ (names the first index where they do, and for data how to make them fit).
-    """
-    kinds = {"generator": ("question", "program"), "engine": ("program", "answer")}.get(name, ("question", "answer"))
-    for kind in kinds:
-        ours, theirs = getattr(trained, kind), getattr(given, kind)
-        if ours == theirs:
-            continue
-        pairs = enumerate(zip_longest(ours, theirs))
-        index, tokens = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-        there, here = ("missing" if token is None else repr(token) for token in tokens)
-        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in "
-        if engine is not None:
-            raise InputError(f"{what}{engine}")
-        unknown = " --encode-unk" if set(given.question) - set(trained.question) else ""
-        what += f"the data; preprocess them with --vocab {path}{unknown}"
-        if kind == "question" and (count := count_new_words(trained, given)):
-            what += f", or train from it to learn the {count} new question words"
-        raise InputError(what)
-
-
-def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -> None:
-    """Check that features have the shape that a network was built for.
-
-    Raises:
-        InputError: they have another shape.
-    """
-    made_for = features_shape(network)
-    if made_for != tuple(feature_shape)[: len(made_for)]:
-        what = DESCRIPTIONS[network.name].split(" ")[-1]
-        raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")
-
-
-def describe_other_features(network: nn.Module, features: Features) -> str | None:
-    """Return a line on how the features were computed differently from those that a network was trained on, or None."""
-    what = f"the features that {DESCRIPTIONS[network.name]} was trained on"
-    return describe_difference(features, network.recipe, what)
-
-
-def describe_difference(features: Features, recipe: Mapping[str, Any], what: str) -> str | None:
-    """Return a line on how the features were computed differently from `what`, which has the recipe, or None.
-
-    Only settings that both record are compared, except the dtype in which the features are stored.
-    """
-    both = sorted(recipe.keys() & features.recipe.keys() - {"dtype"})
-    parts = [
-        f"{key} {features.recipe[key]} instead of {recipe[key]}" for key in both if recipe[key] != features.recipe[key]
-    ]
-    return f"{features.path}: computed differently from {what}: {', '.join(parts)}" if parts else None
-
-
-def features_shape(network: nn.Module) -> tuple[int, ...]:
-    """Return the sizes among (C, H, W) that a network was built for."""
-    return tuple(network.kwargs[side] for side in FEATURE_SIDES[network.name])
+PARTS_WITH_WORDS = ("encoder", "rnn")
+"""The parts that hold the word embeddings of a generator and of a baseline, as `--freeze` names them."""
+NEW_WORDS_STD = 0.01
+"""The standard deviation of the embeddings of new words, as in the original toolkit."""
 
 
 def add_words(network: nn.Module, name: str, count: int, seed: int) -> None:

@@ -1,7 +1,7 @@
 """The processes of one job: their ranks, the objects that they exchange, and errors that end all of them.
 
 Without torchrun there is one process, of rank 0, and every function here returns at once. With torchrun, commands run
-inside `joined()` and exchange small objects on the CPU (gloo); `training/parallel.py` sums gradients. All processes
+inside `joined()` and exchange small objects on the CPU (gloo); `training/parallel.py` averages gradients. All processes
 must call the collective functions, from `barrier` on, at the same points.
 """
 
@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +19,6 @@ import torch.distributed as dist
 
 from iep.errors import InputError
 from iep.runtime.signals import default_signals, end_with_parent
-
-PATIENCE_SECONDS = 600
-"""The time for which the first process waits for the others to connect."""
 
 T = TypeVar("T")
 
@@ -37,14 +33,17 @@ def joined() -> Iterator[None]:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         if not os.environ.get(name, "0").isdecimal():
             raise InputError(f"{name} is {os.environ[name]!r}, expected a whole number, as torchrun sets it")
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
+    size, number = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "not set")
+    if size == 1 or dist.is_initialized():
         yield
         return
+    if not number.isdecimal() or int(number) >= size:
+        raise InputError(f"RANK is {number}, expected a number below WORLD_SIZE, which is {size}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # if torchrun itself is killed, this process stops and saves
     try:
         with default_signals():  # Python cannot run a handler while the C++ code waits for other processes
-            _join()
+            _connect()
     except (ValueError, RuntimeError) as error:
         what = " ".join(str(error).split())[:300]
         raise InputError(f"WORLD_SIZE is set, as by torchrun, but the processes cannot connect: {what}") from None
@@ -65,42 +64,14 @@ def joined() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _join() -> None:
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    number, size = int(os.environ.get("RANK", "-1")), int(os.environ["WORLD_SIZE"])
-    if not 0 <= number < size:
-        given = os.environ.get("RANK", "not set")
-        raise ValueError(f"RANK is {given}, expected a number below WORLD_SIZE, which is {size}")
+def _connect() -> None:
     store, number, size = next(dist.rendezvous("env://"))
-    # torchrun may keep its store over restarts, and with it the addresses of processes that have ended.
-    store = dist.PrefixStore(_token(store, number, size), store)
-    dist.init_process_group(backend, store=store, rank=number, world_size=size)
-
-
-def _token(store: dist.Store, number: int, size: int) -> str:
-    """Return a random prefix on which `size` processes agree, so that keys of earlier processes are not read.
-
-    The first process chooses the prefix. Each other process sends a random token under its rank, and waits for the
-    answer to that token. The first answers every token, also those of processes that have ended, until all have
-    acknowledged its prefix.
-    """
-    mine = uuid.uuid4().hex
-    if number:
-        store.set(f"hello {number}", mine)
-        token = store.get(f"answer to {mine}").decode()
-        store.set(f"taken {token} {number}", "")
-        return token
-    waiting, deadline = set(range(1, size)), time.monotonic() + PATIENCE_SECONDS
-    while waiting:
-        for other in sorted(waiting):
-            if store.check([f"hello {other}"]):
-                store.set(f"answer to {store.get(f'hello {other}').decode()}", mine)
-            if store.check([f"taken {mine} {other}"]):
-                waiting.remove(other)
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {sorted(waiting)} of {size} did not connect in {PATIENCE_SECONDS} seconds")
-        time.sleep(0.02)
-    return mine
+    # torchrun keeps its store when it restarts processes, and with it the addresses of those that have ended. Several
+    # machines do not agree on the number of restarts; scripts/train_nodes.sh makes torchrun start new stores instead.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_nccl else "gloo", store=store, rank=number, world_size=size)
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
@@ -209,15 +180,14 @@ def attempt(make: Callable[[], T], here: bool = True) -> T | None:
         InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
         OSError: likewise.
     """
-    made = error = None
-    if here:
-        try:
-            made = make()
-        except (InputError, OSError) as caught:
-            error = caught
-    if any_rank(error is not None):
-        number, first = first_trouble(None if error is None else (rank(), error))
-        end_with(InputError(f"process {number}: {first}") if number and isinstance(first, InputError) else first)
+    made = trouble = None
+    try:
+        made = make() if here else None
+    except (InputError, OSError) as error:
+        trouble = rank(), error
+    if any_rank(trouble is not None):
+        number, error = first_trouble(trouble)
+        end_with(InputError(f"process {number}: {error}") if number and isinstance(error, InputError) else error)
     return made
 
 
@@ -225,7 +195,7 @@ def main_first(make: Callable[[], T]) -> T:
     """Return what `make()` returns; the main process calls it first, so that the others find the files that it wrote.
 
     Raises:
-        InputError: as `attempt`.
+        InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
         OSError: likewise.
     """
     by_first, by_others = attempt(make, is_main()), attempt(make, not is_main())
@@ -236,7 +206,7 @@ def by_main(make: Callable[[], T]) -> T:
     """Return what `make()` returns in the main process, the only one that calls it; the result must be picklable.
 
     Raises:
-        InputError: as `attempt`.
+        InputError: `make` raised it. It is raised in the main process, and the others exit.
         OSError: likewise.
     """
     return broadcast(attempt(make, is_main()))

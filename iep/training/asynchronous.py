@@ -5,14 +5,16 @@ instance runs on the classifier's worker. The devices of the engine's placement 
 processes of a job, which all read the same instances. `loop.py` validates and saves where nothing is in flight.
 """
 
+import itertools
 import math
+import signal
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,9 +30,13 @@ from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import BALANCED, NONE, Placement
 from iep.execution_engine.program_plan import Planner, ProgramPlan
 from iep.program_generator.decode import greedy
-from iep.runtime.devices import autocast
-from iep.runtime.distributed import world_size
-from iep.training.tasks import EngineTask, Metrics
+from iep.runtime.devices import autocast, peak_memory
+from iep.runtime.distributed import gather, world_size
+from iep.runtime.signals import Stopped, asked, deferred
+from iep.training.tasks import Metrics
+
+if TYPE_CHECKING:
+    from iep.training.loop import Trainer
 
 T = TypeVar("T")
 
@@ -110,23 +116,24 @@ class InstancePlanner:
 
 
 class EngineWorkers:
-    """The workers of an engine, which is placed and in training mode.
+    """The workers of an engine, which train it in a run whose engine is placed and in training mode.
 
-    Args:
-        optimizer: holds the learning rate of the minibatch that `train` has just received and, between stretches, the
-            state of all parameters' optimisers, for checkpoints.
+    Between stretches of training, the run's optimiser holds the state of all parameters' optimisers, for checkpoints.
     """
 
-    def __init__(self, task: EngineTask, config: Config, optimizer: torch.optim.AdamW):
-        self.task, self.config, self.optimizer = task, config, optimizer
-        self.engine, self.planner = task.engine, InstancePlanner(task.engine, config)
+    def __init__(self, run: "Trainer"):
+        self.run, self.task, self.config = run, run.task, run.config
+        self.engine, self.planner = run.task.engine, InstancePlanner(run.task.engine, run.config)
+        self.stop: signal.Signals | None = None
+        """The signal that has asked a process to stop."""
         self.names, self.rate, self.rates, self.newest = self.engine.ops, 0.0, list[float](), 0
         """The learning rate of the next updates is that of the newest instance that has run on a worker here."""
         self.calls: dict[int, float] = {}
         """The moving average of the number of calls of each op in the minibatches that use it."""
         self.metrics: list[Metrics] = []
-        """Those of the instances whose losses have been computed since `take_metrics`."""
+        """Those of the instances whose losses have been computed since the last row."""
         self._lock = threading.Lock()
+        config = self.config
         self.trainer = AsynchronousTrainer(
             {op: getattr(self.engine, part) for op, part in self.names.items()},
             self._make_optimizer,
@@ -140,13 +147,38 @@ class EngineWorkers:
         )
         for replicas in self.trainer.replicas.values():
             for parameter in replicas[0].weights.values():
-                if parameter in optimizer.state:
-                    replicas[0].optimizer.state[parameter] = optimizer.state[parameter]
+                if parameter in run.optimizer.state:
+                    replicas[0].optimizer.state[parameter] = run.optimizer.state[parameter]
             for copy in replicas[1:] if replicas[0].weights else ():
                 copy.optimizer.load_state_dict(deepcopy(replicas[0].optimizer.state_dict()))
 
-    def train(self, minibatches: Iterable[Sequence[Batch]]) -> dict[str, float]:
-        """Train on minibatches, each given as its instances, and return a row of metrics when nothing is in flight.
+    def fit(self, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
+        """Train on the batches, each an instance, in stretches that end with a validation or when a stop is requested.
+
+        Raises:
+            Stopped: a signal has asked a process to stop.
+            InputError: the loss of an instance is not finite; or another process has failed, has ended, or is silent.
+        """
+        run, config = self.run, self.config
+        while run.step < config.iterations:
+            end = min(config.iterations, (run.step // config.validate_every + 1) * config.validate_every)
+            with deferred():  # a signal stops the run when nothing is in flight
+                try:
+                    row = self._train(self._instances(batches, end))
+                except NotFiniteError as error:
+                    run.step -= 1
+                    run.refuse(error.batch.index.tolist(), error.loss)
+                run.validation_due = run.step == end
+                self._log(gather)
+                if run.records is not None:
+                    run.records.write(run.step, row)
+            if self.stop is not None:
+                raise Stopped(self.stop)
+            if run.validation_due:
+                run.validate_and_save(validation)
+
+    def _train(self, instances: Iterable[Instance]) -> dict[str, float]:
+        """Train on instances, and return a row of metrics when nothing is in flight.
 
         Gradients that are too few for an update are then used as well, so that weights and optimisers are the whole
         state.
@@ -159,25 +191,47 @@ class EngineWorkers:
         if self.trainer.peers is None:
             torch.set_num_threads(max(1, threads // self.trainer.num_workers))
         try:
-            run = self.trainer.run(self._instances(minibatches), note=self._note, update=True)
+            return self._row(self.trainer.run(instances, note=self._note, update=True))
         except PeerError as error:
             raise InputError(f"{error}; --resume continues from the last checkpoint") from None
         finally:
             torch.set_num_threads(threads)
             for replicas in self.trainer.replicas.values():
                 if replicas[0].weights:
-                    self.optimizer.state.update(replicas[0].optimizer.state)
-        return self._row(run)
+                    self.run.optimizer.state.update(replicas[0].optimizer.state)
 
-    def exchange(self, value: T) -> list[T]:
+    def _instances(self, batches: Iterator[Batch], end: int) -> Iterator[Instance]:
+        """Yield the instances of all minibatches up to the step `end`, or until a process is asked to stop."""
+        run, config = self.run, self.config
+        while run.step < end:
+            self.stop = next(filter(None, self._exchange(asked())), None)
+            if self.stop is not None:
+                return
+            minibatch = list(itertools.islice(batches, config.batch_size // config.instance_size))
+            run.set_learning_rate()
+            run.step += 1
+            instances = [self._instance(batch) for batch in minibatch]
+            self.rates += [run.optimizer.param_groups[0]["lr"]] * len(instances)
+            if not config.min_update_frequency:
+                self._follow(Counter(step.op for instance in instances for step in instance.steps if step.op >= 0))
+            yield from instances
+            run.advance(sum(len(batch.index) for batch in minibatch))
+            if run.step % config.log_every == 0 and run.step < end:
+                self._log(self._exchange)
+
+    def _exchange(self, value: T) -> list[T]:
         """Return the values of all processes, by rank. All must call this at the same minibatch, as they read it."""
         return [value] if self.trainer.peers is None else self.trainer.peers.exchange(value)
 
-    def take_metrics(self) -> Metrics:
-        """Return the mean metrics of the instances since the last call; none if there was no instance."""
+    def _log(self, collect: Callable[[Any], list[Any] | None]) -> None:
+        """Write a row of metrics, unless no loss has been computed since the last one."""
         with self._lock:
-            metrics, self.metrics = self.metrics, []
-        return {name: torch.stack([each[name] for each in metrics]).mean() for name in (metrics or [{}])[0]}
+            seen, self.metrics = self.metrics, []
+        mine = {name: torch.stack([each[name] for each in seen]).mean().item() for name in (seen or [{}])[0]}
+        found = collect((mine, peak_memory(self.run.device))) or []
+        metrics = next((each for each, _ in found if each), None)  # of the process that computes the losses
+        if metrics is not None:
+            self.run.log(metrics, self.run.examples, [memory for _, memory in found])
 
     def _make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(parameters, weight_decay=self.config.weight_decay, fused=True)
@@ -193,15 +247,6 @@ class EngineWorkers:
     def _note(self, record: Record) -> None:
         self.newest = max(self.newest, record.task.instance)
         self.rate = self.rates[self.newest]
-
-    def _instances(self, minibatches: Iterable[Sequence[Batch]]) -> Iterator[Instance]:
-        for minibatch in minibatches:
-            rate = self.optimizer.param_groups[0]["lr"]
-            instances = [self._instance(batch) for batch in minibatch]
-            self.rates += [rate] * len(instances)
-            if not self.config.min_update_frequency:
-                self._follow(Counter(step.op for instance in instances for step in instance.steps if step.op >= 0))
-            yield from instances
 
     def _follow(self, calls: Counter[int]) -> None:
         """Set the update frequency of each op to the mean number of its calls in the minibatches that use it."""

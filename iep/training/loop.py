@@ -8,9 +8,8 @@ two steps, and a run resumed from it gives the same bits as one that never stopp
 
 import itertools
 import math
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,8 @@ from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.reading import reading
 from iep.runtime.records import VALIDATION, Records
-from iep.runtime.signals import Stopped, answering, asked, deferred
-from iep.training.asynchronous import EngineWorkers, NotFiniteError
+from iep.runtime.signals import Stopped, answering, deferred
+from iep.training.asynchronous import EngineWorkers
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas, in_step
 from iep.training.tasks import Metrics, Task
@@ -92,11 +91,185 @@ class Trainer:
         self.best, self.best_step = -1.0, 0
         self.validation_due = False
         self._saved_step = 0
+        self.records: Records | None = None
+        """The files with the metrics, which the first process writes while it trains."""
+        self._bar = tqdm(disable=True)
+        self._clock, self.examples = 0.0, 0
+        """The time of the last row of metrics, and the number of examples of this process since then."""
         self.parameters = [p for net in task.networks.values() for p in net.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.peak_learning_rate, weight_decay=config.weight_decay, fused=True
         )
         self.replicas = Replicas(task, self.parameters)
+
+    def restore(self, start: Saved) -> None:
+        """Continue from a checkpoint whose networks are already loaded into the task.
+
+        Raises:
+            InputError: the state of the optimiser or of the task does not belong to these networks.
+        """
+        held = start.content
+        with reading(start.path, "a checkpoint of this run"):
+            if held["step"] < 0:
+                raise InputError(f"step is {held['step']}, expected at least 0")
+            check_optimizer(held["optimizer"], self.parameters)
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": held["optimizer"]["state"]})
+            if held["task"].keys() != self.task.state.keys():
+                expected = ", ".join(self.task.state) or "nothing"
+                raise InputError(f"task holds {', '.join(held['task']) or 'nothing'}, expected {expected}")
+        self.step, self.validation_due = held["step"], held["validation_due"]
+        self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, max(0, self.step - 1))  # saved with the state
+        if (self.out / BEST).exists():
+            self.best, self.best_step = held["best"], held.get("best_step") or 0
+        self.task.state.update(held["task"])
+        self._saved_step = self.step
+
+    def fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
+        """Train to `config.iterations`, validating and saving every `validate_every` steps and at the end.
+
+        `training` yields the batches from the current step on. Without `validation`, the last checkpoint is the best.
+
+        Raises:
+            Stopped: a signal has asked a process to stop; its step is finished and saved.
+            InputError: the loss or a weight is not finite, or a batch does not fit into memory.
+        """
+        config = self.config
+        what = f"a batch of {config.batch_size} {self.task.examples}; --resume continues from the last checkpoint"
+        try:
+            # Several processes stop at a step that they agree on, not where the signal arrives.
+            waiting = deferred() if world_size() > 1 else nullcontext()
+            with enough_memory(self.device, what, "batch_size"), waiting:
+                self._fit(training, validation)
+        except Stopped as stop:
+            if self.step > self._saved_step:
+                with answering():
+                    self._check_weights()
+                    self.save_step()
+            if self.step == config.iterations and not self.validation_due:
+                return  # the run was complete
+            outcome = f"after iteration {self.step}, which is saved; --resume continues from there"
+            raise Stopped(stop.number, outcome if self.step else "before the first iteration") from None
+
+    def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
+        config, hidden = self.config, not is_main()
+        self.records = None if hidden else Records(self.out, self.step, self.validation_due)
+        with (
+            tqdm(total=config.iterations, initial=self.step, desc=config.model, mininterval=1, disable=hidden) as bar,
+            # The error of a worker may keep frames, and with them the loader, whose processes would not end.
+            closing(on_device(training, self.device)) as batches,
+        ):
+            self._bar = bar
+            if self.step == 0 and validation is not None:
+                self._tell("before the first iteration", self.validate(validation))
+            if self.validation_due:
+                self.validate_and_save(validation)
+            self._train_mode(True)
+            self._clock = time.perf_counter()
+            if config.asynchronous:
+                EngineWorkers(self).fit(batches, validation)
+                return
+            for batch in itertools.islice(batches, config.iterations - self.step):
+                with deferred():  # a signal stops the run between two steps
+                    metrics, agreed = self.train_step(batch)
+                    self.advance(len(batch.index))
+                    if self.step == config.iterations or self.step % config.log_every == 0:
+                        examples = int(total(torch.tensor(self.examples)))
+                        memory = gather(peak_memory(self.device))
+                        self.log(self.replicas.mean(metrics, agreed.weight), examples, memory)
+                if agreed.stop is not None:
+                    raise Stopped(agreed.stop)
+                if self.validation_due:
+                    self.validate_and_save(validation)
+
+    def train_step(self, batch: Batch) -> tuple[Metrics, Agreement]:
+        """Differentiate the task's loss on `batch`, step the optimiser, and return the metrics of the step.
+
+        Raises:
+            InputError: the loss is not finite. No weight has changed, and the weights are saved for inspection.
+        """
+        torch.manual_seed(step_seed(self.config.seed, self.step, rank()))
+        self.set_learning_rate()
+        self.optimizer.zero_grad(set_to_none=True)
+        with autocast(self.device, self.config.precision):
+            loss, metrics = self.replicas.loss(batch)
+        agreed = self.replicas.backward(batch, loss)
+        if not math.isfinite(agreed.loss):
+            self.refuse(batch.index.tolist(), agreed.loss)
+        if self.config.clip_gradients is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.config.clip_gradients)
+        self.optimizer.step()
+        self.step += 1
+        self.validation_due = self.step == self.config.iterations or self.step % self.config.validate_every == 0
+        return metrics, agreed
+
+    def set_learning_rate(self) -> None:
+        """Set the learning rate of the next step."""
+        self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, self.step)
+
+    def advance(self, examples: int) -> None:
+        """Count the examples of a step that is done in this process."""
+        self.examples += examples
+        self._bar.update()
+
+    def log(self, metrics: dict[str, float], examples: int, memory: Sequence[int] | None) -> None:
+        """Write a row with the metrics of the step and the speed since the last row.
+
+        Args:
+            examples: the number of examples in all processes since the last row.
+            memory: the peak memory of each process, in bytes; None in processes that do not write.
+        """
+        speed = examples / (time.perf_counter() - self._clock)
+        self._clock, self.examples = time.perf_counter(), 0
+        if self.records is None:
+            return
+        row = {
+            **metrics,
+            f"{self.task.examples}_per_second": speed,
+            "peak_memory_gb": max(memory) / 1e9,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+        }
+        self.records.write(self.step, row)
+        accuracy = f", accuracy {100 * row['accuracy']:.0f}%" if "accuracy" in row else ""
+        self._bar.set_postfix_str(f"loss {row['loss']:.3f}{accuracy}, {speed:.0f} {self.task.examples}/s")
+
+    def validate_and_save(self, validation: Iterable[Batch] | None) -> None:
+        """Validate if there is a split for it, and write the checkpoints of this step: the best, then the numbered one.
+
+        A run that is killed between the two resumes from the numbered checkpoint before, and comes here again.
+        """
+        paused = time.perf_counter()
+        self._check_weights()
+        score = None if validation is None else self.validate(validation)  # a signal interrupts it
+        with deferred():
+            self.validation_due = False
+            improved = score is None or score > self.best
+            if improved:
+                self.best, self.best_step = self.best if score is None else score, self.step
+            if score is not None and self.records is not None:
+                self.records.write(self.step, {VALIDATION: score})
+                self._tell(f"iteration {self.step}", score)
+            if improved:
+                self.save(BEST)
+            self.save_step()
+        self._clock += time.perf_counter() - paused  # the speed is that of training alone
+
+    @torch.no_grad()
+    def validate(self, batches: Iterable[Batch]) -> float:
+        """Return the share of examples that the task gets right, and write its notes on the networks."""
+        self._train_mode(False)
+        what = f"validation with {self.config.val_batch_size} {self.task.examples} at a time"
+        with (
+            enough_memory(self.device, what, "val_batch_size"),
+            autocast(self.device, self.config.precision),
+            self.task.validating() as notes,
+        ):
+            correct = [self.task.correct(batch) for batch in in_step(on_device(batches, self.device))]
+        self._train_mode(True)
+        for note in notes if is_main() and self.step else ():
+            tqdm.write(f"{self.config.model} iteration {self.step}: {note}")
+        counts = torch.tensor([sum(int(correct_B.sum()) for correct_B in correct), sum(map(len, correct))])
+        right, questions = total(counts).tolist()
+        return right / questions
 
     def save(self, name: str) -> None:
         """Write the checkpoint `name` into the run directory, whole or not at all, in the first process.
@@ -133,281 +306,54 @@ class Trainer:
             remove_old(self.out, self.config.keep)
         self._saved_step = self.step
 
-    def restore(self, start: Saved) -> None:
-        """Continue from a checkpoint whose networks are already loaded into the task.
-
-        Raises:
-            InputError: the state of the optimiser or of the task does not belong to these networks.
-        """
-        held = start.content
-        with reading(start.path, "a checkpoint of this run"):
-            if held["step"] < 0:
-                raise InputError(f"step is {held['step']}, expected at least 0")
-            check_optimizer(held["optimizer"], self.parameters)
-            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": held["optimizer"]["state"]})
-            if held["task"].keys() != self.task.state.keys():
-                expected = ", ".join(self.task.state) or "nothing"
-                raise InputError(f"task holds {', '.join(held['task']) or 'nothing'}, expected {expected}")
-        self.step, self.validation_due = held["step"], held["validation_due"]
-        self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, max(0, self.step - 1))  # saved with the state
-        if (self.out / BEST).exists():
-            self.best, self.best_step = held["best"], held.get("best_step") or 0
-        self.task.state.update(held["task"])
-        self._saved_step = self.step
-
-    def train_step(self, batch: Batch) -> tuple[Metrics, Agreement]:
-        """Differentiate the task's loss on `batch`, step the optimiser, and return the metrics of the step.
-
-        Raises:
-            InputError: the loss is not finite. No weight has changed, and the weights are saved for inspection.
-        """
-        torch.manual_seed(step_seed(self.config.seed, self.step, rank()))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, self.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        with autocast(self.device, self.config.precision):
-            loss, metrics = self.task.loss(batch)
-        agreed = self.replicas.backward(batch, loss)
-        if not math.isfinite(agreed.loss):
-            self._refuse(batch, agreed.loss)
-        if self.config.clip_gradients is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.config.clip_gradients)
-        self.optimizer.step()
-        self.step += 1
-        self.validation_due = self.step == self.config.iterations or self.step % self.config.validate_every == 0
-        return metrics, agreed
-
-    @torch.no_grad()
-    def validate(self, batches: Iterable[Batch]) -> float:
-        """Return the share of examples that the task gets right, and write its notes on the networks."""
-        self._train_mode(False)
-        what = f"validation with {self.config.val_batch_size} {self.task.examples} at a time"
-        with (
-            enough_memory(self.device, what, "val_batch_size"),
-            autocast(self.device, self.config.precision),
-            self.task.validating() as notes,
-        ):
-            correct = [self.task.correct(batch) for batch in in_step(on_device(batches, self.device))]
-        self._train_mode(True)
-        for note in notes if is_main() and self.step else ():
-            tqdm.write(f"{self.config.model} iteration {self.step}: {note}")
-        counts = torch.tensor([sum(int(correct_B.sum()) for correct_B in correct), sum(map(len, correct))])
-        right, questions = total(counts).tolist()
-        return right / questions
-
-    def fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
-        """Train to `config.iterations`, validating and saving every `validate_every` steps and at the end.
-
-        `training` yields the batches from the current step on. Without `validation`, the last checkpoint is the best.
-
-        Raises:
-            Stopped: a signal has asked a process to stop; its step is finished and saved.
-            InputError: the loss or a weight is not finite, or a batch does not fit into memory.
-        """
-        what = f"a batch of {self.config.batch_size} {self.task.examples}; --resume continues from the last checkpoint"
-        try:
-            # Several processes stop at a step that they agree on, not where the signal arrives.
-            waiting = deferred() if world_size() > 1 else nullcontext()
-            with enough_memory(self.device, what, "batch_size"), waiting:
-                self._fit(training, validation)
-        except Stopped as stop:
-            if self.step > self._saved_step:
-                with answering():
-                    self._check_weights()
-                    self.save_step()
-            if self.step == self.config.iterations and not self.validation_due:
-                return  # the run was complete
-            outcome = f"after iteration {self.step}, which is saved; --resume continues from there"
-            raise Stopped(stop.number, outcome if self.step else "before the first iteration") from None
-
     def describe_best(self) -> str:
         """Return which checkpoint is the best and at what accuracy."""
         accuracy = "" if self.best < 0 else f", validation accuracy {100 * self.best:.1f}%"
         return f"the best checkpoint is {self.out / BEST}, of iteration {self.best_step}{accuracy}"
 
-    def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
-        config, hidden = self.config, not is_main()
-        records = None if hidden else Records(self.out, self.step, self.validation_due)
-        with tqdm(
-            total=config.iterations, initial=self.step, desc=config.model, mininterval=1.0, disable=hidden
-        ) as bar:
-            if self.step == 0 and validation is not None:
-                self._tell("before the first iteration", self.validate(validation))
-            if self.validation_due:
-                self._validate_and_save(validation, records)
-            self._train_mode(True)
-            if config.asynchronous:
-                # An error of a worker may keep frames, and with them the loader, whose processes would not end.
-                with closing(on_device(training, self.device)) as instances:
-                    self._fit_asynchronously(instances, validation, records, bar)
-                return
-            clock, examples = time.perf_counter(), 0
-            for batch in itertools.islice(on_device(training, self.device), config.iterations - self.step):
-                with deferred():  # a signal stops the run between two steps
-                    metrics, agreed = self.train_step(batch)
-                    examples += len(batch.index)
-                    bar.update()
-                    if self.step == config.iterations or self.step % config.log_every == 0:
-                        self._log(metrics, agreed, examples, time.perf_counter() - clock, records, bar)
-                        clock, examples = time.perf_counter(), 0
-                if agreed.stop is not None:
-                    raise Stopped(agreed.stop)
-                if self.validation_due:
-                    paused = time.perf_counter()
-                    self._validate_and_save(validation, records)
-                    clock += time.perf_counter() - paused  # the speed is that of training alone
-
-    def _fit_asynchronously(
-        self, instances: Iterator[Batch], validation: Iterable[Batch] | None, records: Records | None, bar: tqdm
-    ) -> None:
-        """Train on the batches of instances, in stretches that end at a validation or at a signal."""
-        config = self.config
-        workers = EngineWorkers(self.task, config, self.optimizer)
-        clock, examples = time.perf_counter(), 0
-        stop: signal.Signals | None = None
-
-        def minibatches(end: int) -> Iterator[list[Batch]]:
-            nonlocal examples, stop
-            while self.step < end:
-                stop = next(filter(None, workers.exchange(asked())), None)
-                if stop is not None:
-                    return
-                parts = list(itertools.islice(instances, config.batch_size // config.instance_size))
-                self.optimizer.param_groups[0]["lr"] = learning_rate(config, self.step)
-                self.step += 1
-                yield parts
-                examples += sum(len(batch.index) for batch in parts)
-                bar.update()
-                if self.step % config.log_every == 0 and self.step < end:
-                    log(workers.exchange)
-
-        def log(collect: Callable[[Any], list[Any] | None]) -> None:
-            nonlocal clock, examples
-            found = collect((workers.take_metrics(), peak_memory(self.device)))
-            metrics = next((each for each, _ in found or () if each), None)  # of the process that computes the losses
-            if metrics is not None:
-                row = {name: value.item() for name, value in metrics.items()}
-                memory = max(each for _, each in found)
-                self._record(row, examples / (time.perf_counter() - clock), memory, records, bar)
-                clock, examples = time.perf_counter(), 0
-
-        while self.step < config.iterations:
-            end = min(config.iterations, (self.step // config.validate_every + 1) * config.validate_every)
-            with deferred():  # a signal stops the run when nothing is in flight
-                try:
-                    row = workers.train(minibatches(end))
-                except NotFiniteError as error:
-                    self.step -= 1
-                    self._refuse(error.batch, error.loss)
-                self.validation_due = self.step == end
-                log(gather)
-                if records is not None:
-                    records.write(self.step, row)
-            if stop is not None:
-                raise Stopped(stop)
-            if self.validation_due:
-                paused = time.perf_counter()
-                self._validate_and_save(validation, records)
-                clock += time.perf_counter() - paused  # the speed is that of training alone
-
-    def _log(
-        self, metrics: Metrics, agreed: Agreement, examples: int, seconds: float, records: Records | None, bar: tqdm
-    ) -> None:
-        """Write a row of metrics: those of the step, and the speed at which all processes trained since the last row.
-
-        Args:
-            examples: the number of examples of this process since the last row.
-            seconds: the time since the last row.
-        """
-        row = self.replicas.mean(metrics, agreed.weight)
-        speed = int(total(torch.tensor(examples))) / seconds
-        memory = gather(peak_memory(self.device))
-        if memory is not None:
-            self._record(row, speed, max(memory), records, bar)
-
-    def _record(self, row: dict[str, float], speed: float, memory: float, records: Records | None, bar: tqdm) -> None:
-        """Write a row of metrics with the speed, in examples per second, and the greatest memory, in bytes."""
-        if records is None:
-            return
-        row[f"{self.task.examples}_per_second"] = speed
-        row["peak_memory_gb"] = memory / 1e9
-        row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        records.write(self.step, row)
-        accuracy = f", accuracy {100 * row['accuracy']:.0f}%" if "accuracy" in row else ""
-        bar.set_postfix_str(f"loss {row['loss']:.3f}{accuracy}, {speed:.0f} {self.task.examples}/s")
-
-    def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records | None) -> None:
-        """Validate if there is a split for it, and write the checkpoints of this step: the best, then the numbered one.
-
-        A run that is killed between the two resumes from the numbered checkpoint before, and comes here again.
-        """
-        self._check_weights()
-        score = None if validation is None else self.validate(validation)  # a signal interrupts it
-        with deferred():
-            self.validation_due = False
-            improved = score is None or score > self.best
-            if improved:
-                self.best, self.best_step = self.best if score is None else score, self.step
-            if score is not None and records is not None:
-                records.write(self.step, {VALIDATION: score})
-                self._tell(f"iteration {self.step}", score)
-            if improved:
-                self.save(BEST)
-            self.save_step()
-
-    def _tell(self, when: str, score: float) -> None:
-        if is_main():
-            tqdm.write(f"{self.config.model} {when}: validation accuracy {100 * score:.1f}%")
-
-    def _refuse(self, batch: Batch, loss: float) -> NoReturn:
+    def refuse(self, positions: Sequence[int], loss: float) -> NoReturn:
         """End the run before a step whose loss is not finite, since the weights would not be finite after it.
 
-        The networks, the optimiser and the batch are saved as plain data for `torch.load`, not as a checkpoint, so that
-        nothing resumes or starts from the file. Weights and optimiser are as before the step, but the running
-        statistics of batch norms include its batch already.
+        The networks, the optimiser and the positions of the minibatch's questions are saved as plain data for
+        `torch.load`, not as a checkpoint, so that nothing resumes or starts from the file. Weights and optimiser are as
+        before the step, but the running statistics of batch norms include its minibatch already.
+
+        Args:
+            positions: those of this process's questions. In asynchronous training, no other process knows of the loss.
 
         Raises:
             InputError: always.
         """
         iteration = self.step + 1
-        seen_here = batch.index.cpu().numpy(), self._images_not_finite(batch)
-        if self.config.asynchronous and world_size() > 1:  # only this process knows, and has only some of the weights
-            questions = self.data.training.questions.orig_idxs[seen_here[0]]
-            about = f"on {len(questions)} questions (question_index {_first(questions)})"
-            raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}, {about}; {HINT}")
-        gathered = gather(seen_here)
+        what = f"{self.out}: the loss is {loss} at iteration {iteration}"
+        gathered = [positions] if self.config.asynchronous else gather(positions)
         if gathered is None:
-            raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}")
-        positions = np.concatenate([positions for positions, _ in gathered])
-        images = np.unique(np.concatenate([images for _, images in gathered]))
-        questions = self.data.training.questions.orig_idxs[positions]
-        seen = {"positions": positions.tolist(), "question_index": questions.tolist()}
-        content = {"format": NOT_FINITE, "iteration": iteration, "loss": loss, **seen, **self._networks_and_optimizer()}
-        path = self.out / f"not-finite-{iteration}.pt"
-        saved = f"the weights before it are in {path.name}"
-        try:
-            save_checkpoint(path, content)
-        except OSError as error:
-            saved = f"the state could not be saved: {error.strerror or error}"
-        about = f"on {len(questions)} questions (question_index {_first(questions)})"
+            raise InputError(what)
+        positions = list(itertools.chain(*gathered))
+        questions = self.data.training.questions.orig_idxs[positions].tolist()
+        what += f", on {len(questions)} questions (question_index {_first(questions)})"
+        if not self.config.asynchronous or world_size() == 1:  # otherwise this process has only some of the weights
+            state = {"iteration": iteration, "loss": loss, "positions": positions, "question_index": questions}
+            path = self.out / f"not-finite-{iteration}.pt"
+            try:
+                save_checkpoint(path, {"format": NOT_FINITE, **state, **self._networks_and_optimizer()})
+                what += f"; the weights before it are in {path.name}"
+            except OSError as error:
+                what += f"; the state could not be saved: {error.strerror or error}"
+        raise InputError(f"{what}; {self._cause(positions)}")
+
+    def _cause(self, positions: Sequence[int]) -> str:
+        """Return why the loss on these questions is not finite, or what may help."""
         if not self._weights_are_finite():
-            about += ", but weights were not finite before them"
-        hint = HINT
-        if len(images):
-            which = f"image{'s' if len(images) > 1 else ''} {_first(images)}"
-            hint = f"{self.data.training.features.path}: the features of {which} are not finite"
-        raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}, {about}; {saved}; {hint}")
-
-    def _images_not_finite(self, batch: Batch) -> np.ndarray:
-        """Return (M,) the images of the batch whose features are not finite."""
-        if batch.features is None:
-            return np.zeros(0, dtype=np.int64)
-        is_finite_N = batch.features.isfinite().flatten(1).all(1).cpu().numpy()
-        positions_B = batch.index.cpu().numpy()
-        return self.data.training.questions.image_idxs[positions_B[~is_finite_N[batch.image_rows]]]
-
-    def _networks_and_optimizer(self) -> dict[str, Any]:
-        return {"networks": pack(self.task.networks), "optimizer": self.optimizer.state_dict()}
+            return "weights were not finite before it"
+        split = self.data.training
+        if split.features is not None:
+            images = np.unique(split.questions.image_idxs[positions])
+            bad = images[~split.features.read(images).isfinite().flatten(1).all(1).numpy()].tolist()
+            if bad:
+                which = f"image{'s' if len(bad) > 1 else ''} {_first(bad)}"
+                return f"{split.features.path}: the features of {which} are not finite"
+        return HINT
 
     def _check_weights(self) -> None:
         """Check the weights before they are saved, because gradients may be infinite where the loss is finite.
@@ -426,10 +372,17 @@ class Trainer:
         held = (tensor for net in self.task.networks.values() for tensor in net.state_dict().values())
         return all(bool(tensor.isfinite().all()) for tensor in held)
 
+    def _networks_and_optimizer(self) -> dict[str, Any]:
+        return {"networks": pack(self.task.networks), "optimizer": self.optimizer.state_dict()}
+
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():
             train_mode(network, on)
 
+    def _tell(self, when: str, score: float) -> None:
+        if is_main():
+            tqdm.write(f"{self.config.model} {when}: validation accuracy {100 * score:.1f}%")
 
-def _first(numbers: np.ndarray) -> str:
+
+def _first(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

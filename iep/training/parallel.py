@@ -1,23 +1,23 @@
-"""A task in several processes: each takes a part of every minibatch, and their gradients are summed.
+"""A task in several processes: each takes a part of every minibatch, and DDP averages their gradients.
 
-Most minibatches leave some of the engine's modules unused, and the parts of a minibatch differ in which. One flag for
-each weight, summed over the processes, tells which weights any process has used. Their gradients are summed as one flat
-tensor, with zeros for a process that has none. The other weights have no gradient at all, so that the optimiser does
-not change them, as in one process. Batch norms are over all parts (`joined_norms.py`).
+Most minibatches leave some of the engine's modules unused, and the parts of a minibatch differ in which. PyTorch's
+`DistributedDataParallel` finds them: the weights that no process has used keep no gradient, so that the optimiser does
+not change them, as in one process.
 """
 
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from iep.data.datasets import Batch
 from iep.runtime.distributed import total, world_size
 from iep.runtime.signals import SIGNALS, Stopped, asked
-from iep.training.joined_norms import JoinedStatistics, parts_that_all_call, synchronize_norms
+from iep.training.batch_norm import average_statistics, synchronize_norms
 from iep.training.tasks import Metrics, Task
 
 
@@ -36,26 +36,25 @@ class Replicas:
     """The networks of a task, kept equal in all processes; a single process exchanges nothing."""
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter]):
-        """Copy the trained `parameters` of the first process to all, which must call this together."""
-        self._task, self._parameters = task, parameters
+        """Copy the `parameters` of the first process to all, which must call this together."""
+        self._task = task
+        self.loss = task.loss
+        """Returns the loss and the metrics of this process's part of a minibatch, as `Task.loss` does."""
         if world_size() == 1:
             return
-        _exchange([parameter.detach() for parameter in parameters], lambda flat: dist.broadcast(flat, 0))
         if task.config.asynchronous:  # a process runs its own parts, each on whole instances
+            for parameter in parameters:
+                dist.broadcast(parameter.detach(), 0)
             return
-        for network in task.networks.values():
-            for part in parts_that_all_call(network):
-                synchronize_norms(part)
-        self._statistics = JoinedStatistics(list(task.networks.values()))
+        synchronize_norms(task.networks)
+        self.loss = DistributedDataParallel(_Loss(task, parameters), find_unused_parameters=True)
 
     def backward(self, batch: Batch, loss: Tensor) -> Agreement:
         """Compute the gradients of the whole minibatch's loss, which are None for weights that no process has used.
 
-        The running statistics of the modules' norms are joined as well.
-
         Args:
             batch: this process's part of the minibatch.
-            loss: the mean loss of that part.
+            loss: the mean loss of that part, which `loss` has returned.
         """
         # The loss is read after the backward pass is queued, because a GPU would otherwise wait for the host.
         if world_size() == 1:
@@ -63,22 +62,32 @@ class Replicas:
             return Agreement(loss.item(), 1.0, None)
         count = self._task.count(batch)
         counts, *stops = total(torch.tensor([count, *_stops()], dtype=torch.float64)).tolist()
-        if loss.requires_grad:  # this process's part of the minibatch may use no trained weight
-            (loss * (count / counts)).backward()
-        is_used = [parameter.grad is not None for parameter in self._parameters]
-        loss_sum, *used = total(torch.tensor([loss.item() * count, *is_used], dtype=torch.float64)).tolist()
-        trained = [parameter for parameter, processes in zip(self._parameters, used, strict=True) if processes]
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        _exchange([parameter.grad for parameter in trained], dist.all_reduce)
-        self._statistics.join()
-        return Agreement(loss_sum / counts, count * world_size() / counts, _first(stops))
+        weight = count * world_size() / counts
+        (loss * weight).backward()
+        average_statistics(self._task.networks)
+        loss_sum = total(torch.tensor(loss.item() * count, dtype=torch.float64)).item()
+        return Agreement(loss_sum / counts, weight, _first(stops))
 
     def mean(self, metrics: Metrics, weight: float) -> dict[str, float]:
         """Return the metrics of the whole minibatch."""
         values = torch.tensor([value.item() for value in metrics.values()], dtype=torch.float64)
         return dict(zip(metrics, (total(values * weight) / world_size()).tolist(), strict=True))
+
+
+class _Loss(nn.Module):
+    """The loss of a task as a module that has the trained parameters, and no buffers, which DDP would broadcast."""
+
+    def __init__(self, task: Task, parameters: Sequence[nn.Parameter]):
+        super().__init__()
+        self.task, self.trained = task, nn.ParameterList(parameters)
+        self.always_used = nn.Parameter(torch.zeros((), device=parameters[0].device))
+        """With this, a process whose part of a minibatch uses no trained weight has a backward pass, too."""
+        self.never_used = nn.Parameter(torch.zeros((), device=parameters[0].device))
+        """DDP warns of minibatches that use all weights."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        loss, metrics = self.task.loss(batch)
+        return loss + 0 * self.always_used, metrics
 
 
 def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -110,11 +119,3 @@ def _stops() -> list[bool]:
 def _first(stops: Sequence[float]) -> signal.Signals | None:
     """Return the first of the signals that have asked some process to stop."""
     return next((number for number, asking in zip(SIGNALS, stops, strict=True) if asking), None)
-
-
-def _exchange(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> None:
-    """Apply a collective operation to all tensors at once, in place."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    collective(flat)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))

@@ -74,8 +74,8 @@ from iep.runtime.distributed import (
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.asynchronous import InstancePlanner, check_asynchronous, with_processes
+from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
-from iep.training.joined_norms import check_module_norm
 from iep.training.loop import RunData, Trainer
 from iep.training.tasks import TASKS, EngineTask, Task
 from iep.vocab import Vocab
@@ -85,20 +85,20 @@ TORCHRUN = ".torchrun"
 GIVEN = "given.yaml"
 """The file in a run directory with the settings of the last `--config FILE`."""
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
-"""Settings that may not change during a run, like all settings of its networks; `pg` may if it predicts programs."""
+"""Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
 
 
 def train(config: Config, out: Path, resume: bool) -> bool:
     """Train into `out`, from its newest checkpoint if there is one and `resume` is set, and return whether the run was
     incomplete. Errors are those of `train_from`."""
-    return train_from(load_start(out) if resume else None, config, out) is not None
+    return train_from(load_start(out) if resume else None, absolute(config), out) is not None
 
 
 def load_start(out: Path) -> Saved | None:
     """Return the checkpoint that `load_newest` returns in the first process, in every process.
 
     Raises:
-        InputError: as `load_newest`.
+        InputError: the checkpoint is damaged, or is not that of a run.
     """
     return by_main(lambda: load_newest(out))
 
@@ -150,7 +150,7 @@ def train_from(
 
     Args:
         start: the checkpoint of the same run to resume from, None for a new run.
-        config: all settings.
+        config: all settings, with absolute paths.
         out: the run directory.
         asked: dotted names of the settings that the user gave, even as the defaults: networks to start from must have
             them, and the model must use them.
@@ -161,7 +161,7 @@ def train_from(
         InputError: the config, the data or a checkpoint does not fit.
         Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
-    config = with_processes(absolute(config))
+    config = with_processes(config)
     data = _open(start, config, out, asked)
     if data is None:
         return None
@@ -175,15 +175,15 @@ def train_from(
 
 def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]) -> RunData | None:
     """Check the config, open the data and return it, or None if the run is complete."""
+    changed = [] if start is None else changes(start, config)  # before `check_used`, which would name other settings
+    check_used(config, asked)
     if config.data is None:
         kind = "in CLEVR's layout with images and scenes" if config.model == "backbone" else "written by iep-preprocess"
         raise InputError(f"no data: give --data DIR, a directory {kind}")
     task = TASKS[config.model]
-    check_used(config, asked)
     check_freeze(config.model, config.freeze)
     task.check_starts(config)
     check_asynchronous(config)
-    changed = [] if start is None else changes(start, config)
     if start is not None:
         by_main(lambda: check_best(start))
     elif checkpoints(out):
@@ -215,7 +215,7 @@ def _open_same_data(config: Config) -> tuple[Vocab, Split, Split | None]:
     """Return what `_open_splits` returns, which must be the same in all processes; each may read its own copy.
 
     Raises:
-        InputError: as `_open_splits`, or a file is not that of the first process (names the file and the process).
+        InputError: a file is missing or damaged, or is not that of the first process (names the file and the process).
     """
     vocab, *splits = found = attempt(lambda: _open_splits(config))
     check_same_data(Path(config.data), vocab, splits)
@@ -270,6 +270,7 @@ def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str
     if config.model == "ee" and config.programs == "predicted":
         predictor = load_network(config.pg, "generator", data.vocab, data.device)
     networks = {name: _network(name, start, config, data) for name in NETWORKS[config.model]}
+    config = _with_networks_settings(config, networks, asked, resumed=start is not None)
     task = TASKS[config.model](config, networks, predictor)
     freeze(task.networks, config.freeze)
     if config.placement != NONE:
@@ -278,8 +279,7 @@ def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str
             tqdm.write(placed)
     if "engine" in networks and not config.asynchronous:
         _set_execution(networks["engine"], config, data)
-    config = task.config = _with_networks_settings(config, networks, asked, resumed=start is not None)
-    if (warning := check_module_norm(networks, config.batching, config.sharing)) is not None:
+    if (warning := check_norms(networks, config, data.device)) is not None:
         tqdm.write(warning)
     trainer = Trainer(task, config, data, out)
     if start is not None:
