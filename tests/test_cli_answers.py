@@ -1,5 +1,6 @@
 """`iep-eval --answers`: any model's answers get the scores that networks with these answers get."""
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import h5py
 import pyarrow
 import pytest
 from click.testing import CliRunner, Result
+from openpyxl import Workbook
 from pyarrow import parquet
 from tiny_data import assert_one_error
 
@@ -63,6 +65,35 @@ def test_the_answers_of_a_network_have_its_scores(data: Path, run: dict[str, Pat
         assert "probability" not in found[0]
 
 
+SAID = {10: "The thing is red.", 11: "There are 2 red things.", 12: "<think>yes?</think><answer>no</answer>"}
+
+
+def write_lines(path: Path, row: Callable[[int, str], dict]) -> None:
+    path.write_text("".join(json.dumps(row(index, said)) + "\n" for index, said in SAID.items()))
+
+
+def server_response(said: str) -> dict:
+    message = {"role": "assistant", "content": said}
+    return {"status_code": 200, "body": {"object": "chat.completion", "choices": [{"index": 0, "message": message}]}}
+
+
+def write_table(path: Path, delimiter: str, *rows: dict) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_workbook(path: Path) -> None:
+    workbook = Workbook()
+    for row in (
+        ["index", "question", "answer", "prediction"],
+        *([index, "", "", said] for index, said in SAID.items()),
+    ):
+        workbook.active.append(row)
+    workbook.save(path)
+
+
 ROWS: dict[str, Callable[[Path], object]] = {
     "in.txt": lambda path: path.write_text("Red\nThere are two.\n<answer>no</answer>\n"),
     "in.json": lambda path: path.write_text(json.dumps(["red", 2, False])),
@@ -75,6 +106,29 @@ ROWS: dict[str, Callable[[Path], object]] = {
         '\ufeff{"question_id": "val_10", "text": "red"}\n{"question_id": "val_11", "text": "\u2028 2"}\n'
         '{"question_id": "val_12", "text": "no"}\n'
     ),
+    "samples_of_lmms_eval.jsonl": lambda path: write_lines(
+        path, lambda index, said: {"doc_id": index, "target": "?", "resps": [[said]], "filtered_resps": [said]}
+    ),
+    "of_vlmevalkit.xlsx": write_workbook,
+    "of_vlmevalkit.tsv": lambda path: write_table(
+        path, "\t", *({"index": index, "image": "x" * 200_000, "prediction": said} for index, said in SAID.items())
+    ),
+    "batch_of_openai.jsonl": lambda path: write_lines(
+        path,
+        lambda index, said: {"id": "batch_req_7", "custom_id": f"request-{index}", "response": server_response(said)},
+    ),
+    "completions_of_trl.jsonl": lambda path: write_lines(
+        path, lambda index, said: {"question_index": index, "completion": [{"role": "assistant", "content": said}]}
+    ),
+    "of_r1_v.json": lambda path: path.write_text(
+        json.dumps(
+            {
+                "accuracy": 100.0,
+                "results": [{"question": {}, "ground_truth": "?", "model_output": said} for said in SAID.values()],
+            }
+        )
+    ),
+    "in.csv": lambda path: write_table(path, ",", *({"id": index, "response": said} for index, said in SAID.items())),
 }
 
 
@@ -159,7 +213,8 @@ def test_the_page_of_answers_names_what_applies_and_other_models_without_types(q
         ),
         ("a.jsonl", '{"id": 10, "said": "a"}', (), "row 1: the keys are id, said; expected one of predicted_answer"),
         ("a.jsonl", '"red"\n{"id": 10,', (), "a.jsonl: line 2: not JSON: "),
-        ("a.csv", "question_index,answer\n10,red\n", (), "a.csv: a table, expected .jsonl, .json, .parquet, or text"),
+        ("a.csv", "number,said\n10,red\n", (), "a.csv: row 1: the keys are number, said; expected one of predicted_answer"),
+        ("a.xlsx", "red\n", (), "a.xlsx: not a file of answers"),
         ("a.jsonl", '{"id": "ten", "answer": "a"}', (), "row 1: the question_index is 'ten', expected a whole number"),
         ("a.txt", "", ("--num-samples", 1, "--skip-samples", 7), "has no question after the first 7"),
         ("a.txt", "", ("--ee", "x"), "--ee does not go with --answers"),

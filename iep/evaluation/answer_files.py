@@ -1,11 +1,15 @@
 """A file with any model's answers -> predictions for the questions of a split.
 
-Formats: `.jsonl`, `.json` (a list, or an object of answers by question_index), `.parquet`, and others as text with one
-answer per line, except tables such as `.csv`. A row is an answer or has one of `ANSWER_KEYS`; `INDEX_KEYS` name its
-question, and rows without one are in the order of the questions. `iep/reward.py` reads the answer in a response.
+Formats: `.jsonl`, `.json`, `.parquet`, `.csv`, `.tsv`, `.xlsx`, and others as text with one answer per line. A row is
+an answer or has one of `ANSWER_KEYS`; `INDEX_KEYS` name its question, and rows without one are in the order of the
+questions. The keys, and what an answer may be nested in, are those of lmms-eval, VLMEvalKit, the batches of OpenAI and
+vLLM, TRL and R1-V. `iep/reward.py` reads the answer in a response.
 """
 
+import csv
 import json
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +24,14 @@ from iep.reward import read_answer
 from iep.runtime.reading import reading
 from iep.vocab import Vocab
 
-INDEX_KEYS = ("question_index", "question_id", "index", "id")
-ANSWER_KEYS = ("predicted_answer", "prediction", "response", "output", "text", "answer")
+INDEX_KEYS = ("question_index", "question_id", "custom_id", "doc_id", "index", "id")
+ANSWER_KEYS = (
+    *("predicted_answer", "prediction", "filtered_resps", "model_output", "completion", "response", "output", "text"),
+    "answer",
+)
 """The keys of an answer; the first that a row has counts, because `answer` may be the true one."""
+NESTED = ("body", "choices", "message", "content", "text")
+"""The keys that lead from the response of a server to its text."""
 UNREADABLE, MISSING = "(unreadable)", "(no answer)"
 SHOWN = 3
 """The number of responses without a readable answer that a note lists."""
@@ -59,7 +68,11 @@ def answer_predictions(
             or answers without a question_index are more or fewer than the questions.
     """
     responses = _aligned(path, read_rows(path), questions, questions if every is None else every)
-    answers = [MISSING if each is None else read_answer(each) or UNREADABLE for each in responses]
+    truths = [None] * len(responses) if questions.answers is None else [vocab.answer[n] for n in questions.answers]
+    answers = [
+        MISSING if each is None else read_answer(each, truth) or UNREADABLE
+        for each, truth in zip(responses, truths, strict=True)
+    ]
     vocab = vocab.with_answers(answers)
     ranked = np.array([[vocab.answer_index[each]] for each in answers])
     notes = []
@@ -100,8 +113,17 @@ def _parsed(path: Path) -> list[Any]:
         except ImportError:
             raise InputError("reading parquet needs pyarrow: pip install 'iep[export]'") from None
         return parquet.read_table(path).to_pylist()
+    if path.suffix == ".xlsx":
+        try:
+            from openpyxl import load_workbook
+        except ImportError:
+            raise InputError("reading .xlsx needs openpyxl: pip install 'iep[export]'") from None
+        heading, *rows = load_workbook(path, read_only=True).active.iter_rows(values_only=True)
+        return [dict(zip(heading, row, strict=False)) for row in rows]
     if path.suffix in (".csv", ".tsv"):
-        raise InputError("a table, expected .jsonl, .json, .parquet, or text with one answer per line")
+        csv.field_size_limit(sys.maxsize)  # the tables of VLMEvalKit may hold images
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return [*csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t")]
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix == ".jsonl":
         return [_from_json(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -110,8 +132,10 @@ def _parsed(path: Path) -> list[Any]:
     content = json.loads(text)
     if isinstance(content, Mapping) and all(key.isdecimal() for key in content):
         return [{"question_index": int(key), "answer": answer} for key, answer in content.items()]
+    if isinstance(content, Mapping):
+        content = content.get("results")
     if not isinstance(content, list):
-        raise InputError("expected a JSON list, or an object with answers by question_index")
+        raise InputError("expected a JSON list, or an object with answers by question_index or with a list of results")
     return content
 
 
@@ -131,10 +155,10 @@ def _row(row: Any) -> tuple[int | None, str]:
     index = next((row[key] for key in INDEX_KEYS if row.get(key) is not None), None)
     if index is None:
         return None, _text(answer)
-    number = str(index).rpartition("_")[2]  # exports for LLaVA have val_12
-    if not number.isdecimal():
+    number = re.fullmatch(r"(?:\D.*[_-])?(\d+)", str(index), re.ASCII)  # exports for LLaVA have val_12
+    if number is None:
         raise InputError(f"the question_index is {index!r:.40}, expected a whole number")
-    return int(number), _text(answer)
+    return int(number[1]), _text(answer)
 
 
 def _text(answer: Any) -> str:
@@ -142,6 +166,10 @@ def _text(answer: Any) -> str:
         return ""
     if isinstance(answer, str | int | float):
         return {True: "yes", False: "no"}[answer] if isinstance(answer, bool) else str(answer)
+    if isinstance(answer, list) and answer:  # several choices, of which the first counts, or a conversation
+        return _text(answer[-1] if isinstance(answer[-1], Mapping) and "role" in answer[-1] else answer[0])
+    if isinstance(answer, Mapping) and (key := next((key for key in NESTED if key in answer), None)):
+        return _text(answer[key])
     raise InputError(f"the answer is {answer!r:.60}, expected a text")
 
 
