@@ -34,8 +34,8 @@ MOST_QUESTIONS = 1000
     "--answers",
     type=PATH,
     metavar="FILE",
-    help="Score the answers of any model in place of networks: .jsonl, .json, .parquet, or text with one answer per "
-    "line. Rows have a question_index or are in the order of the questions, and their answers may be marked by "
+    help="Score the answers of any model in place of networks: .jsonl, .json, .csv, .tsv, .xlsx, .parquet, or text with "
+    "one answer per line. Rows have a question_index or are in the order of the questions, and their answers may be marked by "
     "<answer> or \\boxed.",
 )
 @click.option(
