@@ -213,7 +213,12 @@ def test_the_page_of_answers_names_what_applies_and_other_models_without_types(q
         ),
         ("a.jsonl", '{"id": 10, "said": "a"}', (), "row 1: the keys are id, said; expected one of predicted_answer"),
         ("a.jsonl", '"red"\n{"id": 10,', (), "a.jsonl: line 2: not JSON: "),
-        ("a.csv", "number,said\n10,red\n", (), "a.csv: row 1: the keys are number, said; expected one of predicted_answer"),
+        (
+            "a.csv",
+            "number,said\n10,red\n",
+            (),
+            "a.csv: row 1: the keys are number, said; expected one of predicted_answer",
+        ),
         ("a.xlsx", "red\n", (), "a.xlsx: not a file of answers"),
         ("a.jsonl", '{"id": "ten", "answer": "a"}', (), "row 1: the question_index is 'ten', expected a whole number"),
         ("a.txt", "", ("--num-samples", 1, "--skip-samples", 7), "has no question after the first 7"),

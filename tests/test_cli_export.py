@@ -105,6 +105,16 @@ def test_the_rewards_of_the_documentation_give_1_to_true_answers_alone(tmp_path:
         assert names["easyr1_score"]({"response": text, "ground_truth": easyr1["answer"]})["overall"] == reward
 
 
+@pytest.mark.parametrize("form", ["trl", "verl", "swift"])
+def test_rows_have_the_steps_of_their_programs_and_prompts_ask_for_a_thought(form: str, tmp_path: Path):
+    for row in read(exported(SAMPLE, form, tmp_path / "out", "--trace", "--think"), "val", tmp_path):
+        details = row.get("extra_info", row)
+        assert len(details["trace"]) == details["program_length"]
+        answer = row.get("solution") or row["reward_model"]["ground_truth"]
+        assert clevr_reward(details["trace"][-1].rpartition(" = ")[2], answer) == 1.0
+        assert "<think> </think>" in (row.get("prompt") or row["messages"])[0]["content"]
+
+
 def test_types_and_answers_are_as_balanced_as_the_data_allow(tmp_path: Path):
     everything = read(exported(SAMPLE, "hf", tmp_path / "all"), "train", tmp_path)
     there = Counter(zip(everything["question_type"], everything["answer"], strict=True))

@@ -34,9 +34,9 @@ MOST_QUESTIONS = 1000
     "--answers",
     type=PATH,
     metavar="FILE",
-    help="Score the answers of any model in place of networks: .jsonl, .json, .csv, .tsv, .xlsx, .parquet, or text with "
-    "one answer per line. Rows have a question_index or are in the order of the questions, and their answers may be marked by "
-    "<answer> or \\boxed.",
+    help="Score the answers of any model in place of networks: .jsonl, .json, .csv, .tsv, .xlsx, .parquet, or text "
+    "with one answer per line. Rows have a question_index or are in the order of the questions, and their answers may "
+    "be marked by <answer> or \\boxed.",
 )
 @click.option(
     "--questions", type=PATH, metavar="FILE", help="Question file in CLEVR's format for --answers, not --data."

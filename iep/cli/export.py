@@ -6,7 +6,7 @@ import click
 
 from iep.cli.command import Command
 from iep.cli.options import DirectoryPath
-from iep.preprocess.export_formats import FORMATS, export
+from iep.preprocess.export_formats import FORMATS, PROMPTED, export
 
 
 @click.command(cls=Command)
@@ -34,6 +34,16 @@ from iep.preprocess.export_formats import FORMATS, export
     help="Leave out questions whose programs have more functions, scene included.  [default: no limit]",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice.")
+@click.option(
+    "--trace",
+    is_flag=True,
+    help="Add the column trace: what each function of the program returns, in words; not for nscl.",
+)
+@click.option(
+    "--think",
+    is_flag=True,
+    help=f"Prompts ask for <think> </think> and <answer> </answer>; for {', '.join(PROMPTED)}.",
+)
 def main(
     clevr_dir: Path,
     form: str,
@@ -42,6 +52,8 @@ def main(
     per_type: int | None,
     max_length: int | None,
     seed: int,
+    trace: bool,
+    think: bool,
 ) -> None:
     """Write the questions of CLEVR_DIR, a directory of CLEVR v1.0, with answers and images as training data.
 
@@ -49,7 +61,11 @@ def main(
     are JSON files beside the images, which are hard links where the file system allows them. The splits are those of
     CLEVR_DIR. Equal questions about one image are written once.
     """
-    export(clevr_dir, out, form, tuple(dict.fromkeys(splits)), per_type, max_length, seed, click.echo)
+    if trace and form == "nscl":
+        raise click.UsageError("--trace has no effect on nscl, whose rows are questions as CLEVR has them")
+    if think and form not in PROMPTED:
+        raise click.UsageError(f"--think has no effect on {form}, whose prompts are the questions")
+    export(clevr_dir, out, form, tuple(dict.fromkeys(splits)), per_type, max_length, seed, trace, think, click.echo)
 
 
 if __name__ == "__main__":

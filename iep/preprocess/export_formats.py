@@ -44,7 +44,13 @@ FORMATS = {
     "nscl": "json",
 }
 """The formats, and the endings of their files."""
+PROMPTED = ("trl", "verl", "swift")
+"""The formats whose prompts have an instruction."""
 INSTRUCTION = "Think step by step, then give the answer, one word or number, in <answer> </answer>."
+THINK_INSTRUCTION = "Think in <think> </think>, then give the answer, one word or number, in <answer> </answer>."
+THINK_PROMPTED = ("trl", "verl", "swift")
+"""The formats whose prompts have an instruction."""
+INSTRUCTION = "Think in <think> </think>, then give the answer, one word or number, in <answer> </answer>."
 """What prompts of reinforcement learning add to a question; `iep.reward` reads such answers."""
 SHORT_ANSWER = "Answer the question using a single word or phrase."
 """What LLaVA-1.5 adds to a question (Liu et al. 2023, Improved Baselines with Visual Instruction Tuning, 3.2)."""
@@ -53,13 +59,14 @@ GROUP_ROWS, SHARD_ROWS = 200, 10_000
 NSCL_WORDS = ("<UNK>", "<BOS>", "<EOS>", "<CONCEPTS>", "<REL_CONCEPTS>", "<ATTRIBUTES>")
 
 
-def entry_of(form: str, row: Row, split: str, image: Any) -> dict[str, Any]:
+def entry_of(form: str, row: Row, split: str, image: Any, instruction: str) -> dict[str, Any]:
     """Return a row of a split as a format other than `nscl` has it.
 
     Args:
         image: the image's bytes and name in formats of parquet files, its path in others.
+        instruction: what prompts of reinforcement learning add to the question.
     """
-    prompt, solution = f"{row.question} {INSTRUCTION}", f"<answer>{row.answer}</answer>"
+    prompt, solution = f"{row.question} {instruction}", f"<answer>{row.answer}</answer>"
     index = row.details["question_index"]
     if form == "hf":
         entry = {"image": image, "question": row.question, "answer": row.answer}
@@ -95,6 +102,8 @@ def export(
     per_type: int | None = None,
     max_length: int | None = None,
     seed: int = 0,
+    trace: bool = False,
+    think: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
     """Write questions of a CLEVR directory in one of `FORMATS` into the new directory `out`, in the order of the file.
@@ -104,6 +113,8 @@ def export(
         per_type: the greatest number of questions of each type; None for all.
         max_length: the greatest number of functions of a program, `scene` included; None for no limit.
         seed: the seed of the choice of `per_type` questions.
+        trace: add what each function of the program returns, in words; not for `nscl`.
+        think: prompts ask for `<think>...</think>` before the answer, in the formats that have an instruction.
         say: a function that is called with a line about each split.
 
     Raises:
@@ -114,25 +125,25 @@ def export(
     ending = FORMATS[form]
     if ending == "parquet" and find_spec("pyarrow") is None:
         raise InputError("writing parquet needs pyarrow: pip install 'iep[export]'")
-    words: set[str] = set()
+    words, asked = set[str](), THINK_INSTRUCTION if think else INSTRUCTION
     with new_directory(out) as directory:
         splits, without_answers = open_splits(clevr_dir, names)
         for name in without_answers:
             say(f"{name}: left out, as its questions have no answers")
         for split in splits:
             flags = choose(split, max_length, per_type, seed)
-            rows = compress(split.rows() if form == "nscl" else split.rows_with_scenes(), flags)
+            rows = compress(split.rows() if form == "nscl" else split.rows_with_scenes(trace), flags)
             rows = tqdm(rows, desc=split.name, total=sum(flags), unit=" questions", delay=0.5)
             if form == "nscl":
                 words |= _write_nscl(directory / split.name, split, rows)
             elif ending == "parquet":
-                entries = (entry_of(form, row, split.name, _embedded(split.images[row.image])) for row in rows)
+                entries = (entry_of(form, row, split.name, _embedded(split.images[row.image]), asked) for row in rows)
                 _write_parquet(directory / "data", split.name, entries, -(-sum(flags) // SHARD_ROWS))
             else:
                 images = Path("images", split.name)
                 (directory / images).mkdir(parents=True)
                 placed = ((row, _place(split.images[row.image], directory / images)) for row in rows)
-                entries = (entry_of(form, row, split.name, str(images / image.name)) for row, image in placed)
+                entries = (entry_of(form, row, split.name, str(images / image.name), asked) for row, image in placed)
                 _write_json(directory / f"{split.name}.{ending}", entries)
             say(f"{split.name}: {sum(flags):,} of {len(flags):,} questions")
         for split in splits if form == "nscl" else ():

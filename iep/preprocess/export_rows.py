@@ -17,6 +17,7 @@ from iep.preprocess import clevr_files
 from iep.preprocess.encode_questions import answer_token, image_index, question_index
 from iep.programs import json_to_prefix, question_type
 from iep.runtime.reading import check_utf8
+from iep.synth.executor import IllPosedError, facts_of, trace
 
 Kind = tuple[str | None, str]
 """The type of a question, if it has a program, and its answer; questions are balanced by it."""
@@ -61,14 +62,20 @@ class SplitFiles:
             except InputError as error:
                 raise InputError(f"{self.questions}: question {position}: {error}") from None
 
-    def rows_with_scenes(self) -> Iterator[Row]:
+    def rows_with_scenes(self, with_trace: bool) -> Iterator[Row]:
         """Yield the row of each question, with its scene if there is a scenes file.
 
+        Args:
+            with_trace: add the key `trace`, the lines of `iep.synth.executor.trace`.
+
         Raises:
-            InputError: a question is invalid, the file is not a CLEVR scenes file, an image has no scene, or an image's
-                index is not an integer.
+            InputError: a question is invalid, the file is not a CLEVR scenes file, an image has no scene, an image's
+                index is not an integer, or a trace cannot be made because there is no scenes file or no program, or the
+                program has no answer on the scene.
         """
         if not self.scenes.exists():
+            if with_trace:
+                raise InputError(f"{self.scenes}: no such file; traces are computed from scenes")
             yield from self.rows()
             return
         texts: dict[int, str] = {}  # a tenth of objects' memory
@@ -80,7 +87,21 @@ class SplitFiles:
         for row in self.rows():
             if row.image not in texts:
                 raise InputError(f"{self.scenes}: image {row.image} has no scene")
-            yield replace(row, details=row.details | {"scene": texts[row.image]})
+            details = row.details | {"scene": texts[row.image]}
+            if with_trace:
+                details["trace"] = self._trace(row, texts[row.image])
+            yield replace(row, details=details)
+
+    def _trace(self, row: Row, scene: str) -> list[str]:
+        where = f"{self.questions}: the question with index {row.details['question_index']}"
+        if "program" not in row.details:
+            raise InputError(f"{where} has no program, from which a trace is made")
+        try:
+            return trace(row.source["program"], facts_of(json.loads(scene)))
+        except (IllPosedError, KeyError, TypeError, IndexError) as error:
+            raise InputError(
+                f"{where}: its program does not run on the scene of image {row.image} ({error!r})"
+            ) from None
 
 
 def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[SplitFiles], list[str]]:
