@@ -69,7 +69,7 @@ class Batches:
             # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
             buffers = BatchBuffers(loading.workers, loading.prefetch + 2, self._buffer_bytes)
         if loading.workers:
-            make = partial(_make_parcel, make, buffers)
+            make = partial(_make_in_worker, make, buffers)
         yield from made_ahead(make, map(self._choose, self._numbers), loading)
 
 
@@ -162,7 +162,7 @@ _MADE: WeakValueDictionary[int, BatchBuffers] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
-class _Parcel:
+class _WorkerBatch:
     """A batch in a worker, with its features in a buffer unless `number` is None; unpickled, it is the batch itself."""
 
     batch: Any
@@ -174,17 +174,17 @@ class _Parcel:
             return pickle.loads, (_pickled(self.batch),)
         features = self.batch.features.numpy()
         content = _pickled(replace(self.batch, features=None))
-        return _opened, (content, id(self.buffers), self.number, features.shape, features.dtype)
+        return _with_features, (content, id(self.buffers), self.number, features.shape, features.dtype)
 
 
-def _make_parcel(make: Make, buffers: BatchBuffers | None, choice: Any) -> _Parcel:
+def _make_in_worker(make: Make, buffers: BatchBuffers | None, choice: Any) -> _WorkerBatch:
     """Make a batch in a worker, with its features in a buffer if one is free."""
     number = None if buffers is None else buffers.take(get_worker_info().id)
     batch = make(choice) if number is None else make(choice, partial(buffers.array, number))
-    return _Parcel(batch, buffers, number)
+    return _WorkerBatch(batch, buffers, number)
 
 
-def _opened(content: bytes, buffers: int, number: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+def _with_features(content: bytes, buffers: int, number: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     return replace(pickle.loads(content), features=_MADE[buffers].tensor(number, shape, dtype))
 
 
