@@ -48,9 +48,6 @@ PROMPTED = ("trl", "verl", "swift")
 """The formats whose prompts have an instruction."""
 INSTRUCTION = "Think step by step, then give the answer, one word or number, in <answer> </answer>."
 THINK_INSTRUCTION = "Think in <think> </think>, then give the answer, one word or number, in <answer> </answer>."
-THINK_PROMPTED = ("trl", "verl", "swift")
-"""The formats whose prompts have an instruction."""
-INSTRUCTION = "Think in <think> </think>, then give the answer, one word or number, in <answer> </answer>."
 """What prompts of reinforcement learning add to a question; `iep.reward` reads such answers."""
 SHORT_ANSWER = "Answer the question using a single word or phrase."
 """What LLaVA-1.5 adds to a question (Liu et al. 2023, Improved Baselines with Visual Instruction Tuning, 3.2)."""
