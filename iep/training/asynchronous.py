@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,10 +33,8 @@ from iep.program_generator.decode import greedy
 from iep.runtime.devices import autocast, peak_memory
 from iep.runtime.distributed import gather, world_size
 from iep.runtime.signals import Stopped, asked, deferred
+from iep.training.loop import Trainer
 from iep.training.tasks import Metrics
-
-if TYPE_CHECKING:
-    from iep.training.loop import Trainer
 
 T = TypeVar("T")
 
@@ -115,13 +113,23 @@ class InstancePlanner:
         return self.plan(programs_BL, image_rows_B=image_rows_B, placement=placement)
 
 
-class EngineWorkers:
-    """The workers of an engine, which train it in a run whose engine is placed and in training mode.
+def fit_asynchronously(run: Trainer, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
+    """Train a run, whose engine is placed and in training mode, on batches, each an instance.
+
+    Raises:
+        Stopped: a signal has asked a process to stop.
+        InputError: the loss of an instance is not finite; or another process has failed, has ended, or is silent.
+    """
+    _Workers(run).fit(batches, validation)
+
+
+class _Workers:
+    """The workers that train the engine of a run.
 
     Between stretches of training, the run's optimiser holds the state of all parameters' optimisers, for checkpoints.
     """
 
-    def __init__(self, run: "Trainer"):
+    def __init__(self, run: Trainer):
         self.run, self.task, self.config = run, run.task, run.config
         self.engine, self.planner = run.task.engine, InstancePlanner(run.task.engine, run.config)
         self.stop: signal.Signals | None = None
@@ -153,12 +161,7 @@ class EngineWorkers:
                 copy.optimizer.load_state_dict(deepcopy(replicas[0].optimizer.state_dict()))
 
     def fit(self, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
-        """Train on the batches, each an instance, in stretches that end with a validation or when a stop is requested.
-
-        Raises:
-            Stopped: a signal has asked a process to stop.
-            InputError: the loss of an instance is not finite; or another process has failed, has ended, or is silent.
-        """
+        """Train on the batches in stretches that end with a validation, or when a stop is requested."""
         run, config = self.run, self.config
         while run.step < config.iterations:
             end = min(config.iterations, (run.step // config.validate_every + 1) * config.validate_every)

@@ -9,7 +9,7 @@ two steps, and a run resumed from it gives the same bits as one that never stopp
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,6 @@ from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.reading import reading
 from iep.runtime.records import VALIDATION, Records
 from iep.runtime.signals import Stopped, answering, deferred
-from iep.training.asynchronous import EngineWorkers
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas, in_step
 from iep.training.tasks import Metrics, Task
@@ -68,6 +67,10 @@ class RunData:
     validation: Split | None = None
     families: str | None = None
     """The question families that the config's file lists; None without a file."""
+
+
+TrainOn = Callable[["Trainer", Iterator[Batch], Iterable[Batch] | None], None]
+"""A way to train a run on batches from its current step on, validating with the second batches when that is due."""
 
 
 class Trainer:
@@ -124,10 +127,15 @@ class Trainer:
         self.task.state.update(held["task"])
         self._saved_step = self.step
 
-    def fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
+    def fit(
+        self, training: Iterable[Batch], validation: Iterable[Batch] | None, train_on: TrainOn | None = None
+    ) -> None:
         """Train to `config.iterations`, validating and saving every `validate_every` steps and at the end.
 
-        `training` yields the batches from the current step on. Without `validation`, the last checkpoint is the best.
+        Args:
+            training: the batches from the current step on.
+            validation: the batches to validate on; without them, the last checkpoint is the best.
+            train_on: how to train this run on batches, such as `fit_asynchronously`; None for a step for each batch.
 
         Raises:
             Stopped: a signal has asked a process to stop; its step is finished and saved.
@@ -139,7 +147,7 @@ class Trainer:
             # Several processes stop at a step that they agree on, not where the signal arrives.
             waiting = deferred() if world_size() > 1 else nullcontext()
             with enough_memory(self.device, what, "batch_size"), waiting:
-                self._fit(training, validation)
+                self._fit(training, validation, train_on or Trainer.train_on)
         except Stopped as stop:
             if self.step > self._saved_step:
                 with answering():
@@ -150,7 +158,7 @@ class Trainer:
             outcome = f"after iteration {self.step}, which is saved; --resume continues from there"
             raise Stopped(stop.number, outcome if self.step else "before the first iteration") from None
 
-    def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
+    def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None, train_on: TrainOn) -> None:
         config, hidden = self.config, not is_main()
         self.records = None if hidden else Records(self.out, self.step, self.validation_due)
         with (
@@ -165,21 +173,27 @@ class Trainer:
                 self.validate_and_save(validation)
             self._train_mode(True)
             self._clock = time.perf_counter()
-            if config.asynchronous:
-                EngineWorkers(self).fit(batches, validation)
-                return
-            for batch in itertools.islice(batches, config.iterations - self.step):
-                with deferred():  # a signal stops the run between two steps
-                    metrics, agreed = self.train_step(batch)
-                    self.advance(len(batch.index))
-                    if self.step == config.iterations or self.step % config.log_every == 0:
-                        examples = int(total(torch.tensor(self.examples)))
-                        memory = gather(peak_memory(self.device))
-                        self.log(self.replicas.mean(metrics, agreed.weight), examples, memory)
-                if agreed.stop is not None:
-                    raise Stopped(agreed.stop)
-                if self.validation_due:
-                    self.validate_and_save(validation)
+            train_on(self, batches, validation)
+
+    def train_on(self, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
+        """Take a step on each batch, and validate and save when it is due.
+
+        Raises:
+            Stopped: a signal has asked a process to stop; its step is finished.
+            InputError: the loss or a weight is not finite.
+        """
+        for batch in itertools.islice(batches, self.config.iterations - self.step):
+            with deferred():  # a signal stops the run between two steps
+                metrics, agreed = self.train_step(batch)
+                self.advance(len(batch.index))
+                if self.step == self.config.iterations or self.step % self.config.log_every == 0:
+                    examples = int(total(torch.tensor(self.examples)))
+                    memory = gather(peak_memory(self.device))
+                    self.log(self.replicas.mean(metrics, agreed.weight), examples, memory)
+            if agreed.stop is not None:
+                raise Stopped(agreed.stop)
+            if self.validation_due:
+                self.validate_and_save(validation)
 
     def train_step(self, batch: Batch) -> tuple[Metrics, Agreement]:
         """Differentiate the task's loss on `batch`, step the optimiser, and return the metrics of the step.

@@ -73,7 +73,7 @@ from iep.runtime.distributed import (
 )
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
-from iep.training.asynchronous import InstancePlanner, check_asynchronous, with_processes
+from iep.training.asynchronous import InstancePlanner, check_asynchronous, fit_asynchronously, with_processes
 from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import RunData, Trainer
@@ -390,7 +390,7 @@ def _fit(trainer: Trainer, file_settings: Mapping[str, Any] | None) -> None:
         if config.placement != NONE:
             write_bytes(out / PLACEMENT_FILE, trainer.task.networks["engine"].placement.to_yaml().encode())
         tqdm.write(_describe(trainer))
-    trainer.fit(batches, validation_batches)
+    trainer.fit(batches, validation_batches, fit_asynchronously if config.asynchronous else None)
 
 
 def _describe(trainer: Trainer) -> str:
