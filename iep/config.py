@@ -93,9 +93,13 @@ class GeneratorConfig:
     """Settings of the program generator (Johnson et al. 2017, section 3.2 and supplementary material)."""
 
     embedding_dim: int = setting(300, minimum=1)
+    """The width of the embeddings of words and of program tokens."""
     hidden_dim: int = setting(256, minimum=1)
+    """The width of the LSTMs."""
     num_layers: int = setting(2, minimum=1)
+    """The number of layers of the encoder and of the decoder."""
     dropout: float = setting(0.0, minimum=0, maximum=1)
+    """The probability of dropping a unit between the layers of the LSTMs."""
 
 
 @dataclass(frozen=True)
@@ -110,22 +114,37 @@ class EngineConfig:
     module_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a set of modules of another package, which its class gets by name."""
     module_dim: int = setting(128, minimum=1)
+    """The number of channels of the maps that modules read and return."""
     module_residual: bool = True
+    """Add the input of a block to its output."""
     module_norm: str = setting("none", choices=choices.NORMS)
     """The norm after every convolution of a block: `batch` norm over the examples of a call, or over each `example` by
     itself, as if examples ran one at a time."""
     scene: str = setting("module", choices=choices.SCENES)
+    """What `scene` returns: the output of a `module` on the stem's output, or the `stem`'s output itself."""
     stem: str = setting("conv", choices=choices.STEMS)
+    """`conv`, 3x3 convolutions of the features; `pixels`, convolutions of patches of pixels that halve the picture;
+    `none`, the features as they are."""
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)
+    """The numbers of channels of the stem's convolutions before the last one."""
     stem_stride: int = setting(1, minimum=1)
+    """The stride of the stem's last convolution."""
     stem_pixels: int = setting(1, minimum=1)
+    """The side of the small patches that the stem `pixels` embeds first."""
     stem_norm: bool = False
+    """Batch norm after every convolution of the stem."""
     initialization: str = setting("kaiming", choices=choices.INITIALIZATIONS)
+    """The initial weights: `kaiming` (He et al. 2015), or PyTorch's defaults, `torch`."""
     classifier_projection: int = setting(512, minimum=0)
+    """The number of channels of the classifier's 1x1 convolution; 0 omits it."""
     classifier_pool: int = setting(2, minimum=1)
+    """The side of the classifier's pooling window; 1 omits pooling."""
     classifier_hidden: tuple[int, ...] = setting((1024,), minimum=1)
+    """The widths of the classifier's hidden layers."""
     classifier_norm: bool = False
+    """Batch norm in the classifier."""
     classifier_dropout: float = setting(0.0, minimum=0, maximum=1)
+    """The probability of dropping a unit after each hidden layer of the classifier."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +152,19 @@ class LstmConfig:
     """Settings of the baseline that reads the question only (Johnson et al. 2017, CLEVR, section 4.1)."""
 
     embedding_dim: int = setting(300, minimum=1)
+    """The width of the embeddings of words."""
     hidden_dim: int = setting(256, minimum=1)
+    """The width of the LSTM."""
     num_layers: int = setting(2, minimum=1)
+    """The number of layers of the LSTM."""
     dropout: float = setting(0.0, minimum=0, maximum=1)
+    """The probability of dropping a unit between the layers of the LSTM."""
     classifier_dims: tuple[int, ...] = setting((1024,), minimum=1)
+    """The widths of the classifier's hidden layers."""
     classifier_norm: bool = False
+    """Batch norm in the classifier."""
     classifier_dropout: float = setting(0.0, minimum=0, maximum=1)
+    """The probability of dropping a unit after each hidden layer of the classifier."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +172,13 @@ class CnnLstmConfig(LstmConfig):
     """Settings of CNN+LSTM (Johnson et al. 2017, CLEVR, section 4.1): an LSTM and a CNN over the features."""
 
     cnn_res_blocks: int = setting(0, minimum=0)
+    """The number of residual blocks of the CNN over the features."""
     cnn_res_block_dim: int = setting(128, minimum=1)
+    """The number of channels of the residual blocks."""
     cnn_projection: int = setting(512, minimum=0)
+    """The number of channels of the 1x1 convolution after the blocks; 0 omits it."""
     cnn_pooling: str = setting("maxpool2", choices=choices.POOLINGS)
+    """How the maps of the CNN become a vector."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +186,9 @@ class CnnLstmSaConfig(LstmConfig):
     """Settings of CNN+LSTM+SA (Johnson et al. 2017, CLEVR, section 4.1; Yang et al. 2016): stacked attention."""
 
     attention_dim: int = setting(512, minimum=1)
+    """The width of the attention's hidden layer."""
     attention_steps: int = setting(2, minimum=0)
+    """The number of steps of attention."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +196,9 @@ class BackboneConfig:
     """Scene network, whose features the other models read (`iep/backbone/network.py`)."""
 
     widths: tuple[int, ...] = setting((32, 64, 96), minimum=1)
+    """The numbers of channels at strides 4, 8 and 16."""
     depths: tuple[int, ...] = setting((1, 1, 4), minimum=0)
+    """The numbers of residual blocks at these strides."""
     image_size: tuple[int, ...] = setting((336, 224), minimum=32, maximum=4096)
     """The width and height of images in pixels, multiples of 16."""
 
@@ -174,7 +208,10 @@ class Config:
     """All settings of a training run, which are saved beside its checkpoints."""
 
     model: str = setting("ee", choices=MODELS)
+    """The model to train: the program generator (`pg`), the execution engine (`ee`), both jointly, a baseline, or a
+    backbone."""
     data: str | None = None
+    """The directory that `iep-preprocess` wrote; for a backbone, a directory in CLEVR's layout."""
     pg: str | None = setting(None, models=("pg", *WITH_ENGINE))
     """The checkpoint that the program generator starts from, or that predicts the engine's programs."""
     ee: str | None = setting(None, models=WITH_ENGINE)
@@ -183,6 +220,7 @@ class Config:
     """The checkpoint that a baseline starts from."""
 
     programs: str = setting("ground-truth", choices=PROGRAM_SOURCES, models=("ee",))
+    """The programs that the engine is trained on: those of the questions, or those that `pg` predicts."""
     batching: str = setting(choices.DEFAULT_SCHEDULER, choices=BATCHING, models=WITH_ENGINE)
     """The scheduler of the engine's module calls."""
     sharing: bool | None = setting(None, models=WITH_ENGINE)
@@ -195,6 +233,7 @@ class Config:
     defer_weight_grads: bool = setting(False, models=WITH_ENGINE)
     """Compute the gradient of each module's weights once a step, over all its calls."""
     train_split: str = "train"
+    """The split for training."""
     val_split: str = "val"
     """The split for validation. CLEVR-CoGenT has trainA, valA and valB."""
     families: str | None = setting(None, models=ANSWERING)
@@ -209,8 +248,8 @@ class Config:
     curriculum: tuple[tuple[int, int], ...] = setting((), models=ANSWERING)
     """Pairs of the first iteration and the greatest program length from then on, in functions besides `scene`."""
     max_program_length: int = setting(31, minimum=2, maximum=1000, models=("pg", *WITH_ENGINE))
-    """The number of tokens, <START> and <END> included, after which decoding stops. The default is that of the original
-    toolkit, 30 after <START>. CLEVR's longest program has 27."""
+    """The number of tokens, `<START>` and `<END>` included, after which decoding stops. The default is that of the
+    original toolkit, 30 after `<START>`. CLEVR's longest program has 27."""
     questions_per_image: int = setting(1, minimum=1, models=ANSWERING)
     """The number of questions about one image that are drawn together. With more than 1, sharing runs fewer stems."""
     workers: int = setting(1, minimum=0)
@@ -222,15 +261,20 @@ class Config:
     backbone."""
 
     iterations: int = setting(20_000, minimum=1)
+    """The number of training steps."""
     batch_size: int = setting(64, minimum=1)
+    """The number of questions (for a backbone, images) of a step, over all processes."""
     val_batch_size: int = setting(256, minimum=1)
     """The number of questions that validation runs at a time."""
     learning_rate: float | None = setting(None, minimum=0)
     """The peak learning rate. If unset, it is 5e-4 for pg and the baselines, 1e-4 for ee, 5e-5 for joint, and 3e-3
     for a backbone."""
     warmup: int = setting(0, minimum=0)
+    """The number of steps in which the learning rate rises from 0 to its peak."""
     decay: str = setting("constant", choices=("constant", "cosine"))
+    """How the learning rate falls after its peak: not at all, or to 0 at the last iteration as a `cosine` does."""
     weight_decay: float = setting(0.0, minimum=0)
+    """The weight decay of AdamW, which is Adam with 0."""
     clip_gradients: float | None = setting(None, minimum=1e-6)
     """The greatest norm of the gradient of all parameters together; larger gradients are scaled down to it."""
 
@@ -245,10 +289,14 @@ class Config:
     freeze: tuple[str, ...] = ()
     """The parts of the model that training does not change, by their names in `iep/training/freezing.py`."""
     reward_decay: float = setting(0.9, minimum=0, maximum=1, models=("joint",))
+    """The decay of the moving average of rewards that REINFORCE subtracts."""
     temperature: float = setting(1.0, minimum=1e-6, models=("joint",))
+    """The temperature at which joint training samples programs."""
 
     seed: int = setting(0, minimum=0, maximum=2**32 - 1)
+    """The seed of initial weights, of the order of questions, and of everything else that is random."""
     device: str = "auto"
+    """The device: auto, cpu, cuda or cuda:N; auto is a GPU if there is one."""
     placement: str = setting("none", models=WITH_ENGINE)
     """The placement of the engine's functions on `devices`: none, round-robin, balanced, or a YAML file."""
     devices: tuple[str, ...] = setting((), models=WITH_ENGINE)
@@ -269,7 +317,9 @@ class Config:
     backward_weights: str = setting("current", choices=BACKWARD_WEIGHTS, models=("ee",))
     """The weights of backward passes: the current ones, or those of the forward pass, of which copies are kept."""
     validate_every: int = setting(1000, minimum=1)
+    """The number of iterations after which the model is validated and saved."""
     log_every: int = setting(50, minimum=1)
+    """The number of iterations after which loss and speed are logged."""
     keep: int = setting(2, minimum=1)
     """The number of newest checkpoints that a run keeps, besides the best one."""
 
@@ -386,8 +436,8 @@ def find_config(file: Path | str) -> Path:
         return file
     if name not in shipped:
         near = difflib.get_close_matches(name, shipped, n=3, cutoff=SIMILARITY)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise InputError(f"{file}: no such file, nor the name of a config of this package{hint}")
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"which are {', '.join(sorted(shipped))}"
+        raise InputError(f"{file}: no such file, nor the name of a config of this package; {hint}")
     return shipped[name]
 
 
@@ -486,9 +536,10 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
 
 
 def _meant(config: Any, key: str) -> str:
-    """Return a hint at the meaning of an unknown key: the same key of a section, or else a similar key."""
+    """Return a hint at an unknown key: the same key of a section, a key with these initials, or else a similar key."""
     values = to_dict(config)
     found = [f"{name}.{key}" for name, value in values.items() if isinstance(value, dict) and key in value]
+    found += [name for name in values if key == "".join(word[0] for word in name.split("_"))]  # such as lr
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else nearest(key, values)
 
 

@@ -59,24 +59,31 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
 
 def test_a_dry_run_prints_the_resolved_settings_and_leaves_nothing(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("batch_size: 5\nseed: 5\n")
-    result = iep_train(
-        "--dry-run", "--out", tmp_path / "run", "--config", tmp_path / "a.yaml", "--model", "pg", "seed=6"
-    )
+    result = iep_train("--dry-run", "--config", tmp_path / "a.yaml", "--model", "pg", "seed=6")
     assert result.exit_code == 0
     (tmp_path / "printed.yaml").write_text(result.output)
-    assert read_config(tmp_path / "printed.yaml") == read_config(None, ["model=pg", "batch_size=5", "seed=6"])
-    assert not (tmp_path / "run").exists()
+    used = ["model=pg", "batch_size=5", "seed=6", "learning_rate=5e-4"]  # published, in place of None
+    assert read_config(tmp_path / "printed.yaml") == read_config(None, used)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.yaml", "printed.yaml"}
+
+
+def test_help_shows_settings_of_a_model_and_an_unknown_key_suggests_the_one_with_these_initials():
+    shown = iep_train("--help-settings", "pg").output
+    assert "generator.hidden_dim  (integer; default: 256)\n    The width of the LSTMs." in shown
+    assert "engine." not in shown
+    assert "engine.module_dim" in iep_train("--help-settings").output
+    assert_one_error(iep_train("--dry-run", "lr=1"), "unknown key 'lr'; did you mean 'learning_rate'?")
 
 
 def test_every_option_reaches_its_setting(tmp_path: Path):
     flags = "--model ee --data d --pg p --ee e --programs predicted --batching standard --precision bfloat16 --keep 5"
     flags += " --device cpu --num-train-samples 7 --num-val-samples 8 --no-sharing --defer-weight-grads"
     flags += " --freeze stem,modules"
-    result = iep_train("--dry-run", "--out", tmp_path / "run", *flags.split(), "pg=null", "ee=null")
+    result = iep_train("--dry-run", "--out", tmp_path / "run", *flags.split(), "pg=null", "ee=null", "learning_rate=1")
     (tmp_path / "printed.yaml").write_text(result.output)
     places = {"data": "d", "pg": "p", "ee": "e", "device": "cpu"}
     speed = {"batching": "standard", "precision": "bfloat16", "sharing": False, "defer_weight_grads": True}
-    counts = {"num_train_samples": 7, "num_val_samples": 8, "keep": 5}
+    counts = {"num_train_samples": 7, "num_val_samples": 8, "keep": 5, "learning_rate": 1.0}
     expected = Config(model="ee", programs="predicted", freeze=("stem", "modules"), **places, **speed, **counts)
     assert read_config(tmp_path / "printed.yaml") == expected
 

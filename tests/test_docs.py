@@ -13,6 +13,7 @@ from torch import nn
 
 from iep.asking.loading import DEFAULT
 from iep.bench.workload import encode
+from iep.cli.settings import as_markdown, settings
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
@@ -135,3 +136,9 @@ def test_the_network_of_messages_of_its_page_computes_what_a_loop_over_the_words
         for word in torch.tensor(words):
             state = cell(embedding(word)[None], state)
         torch.testing.assert_close(head(state)[0], found)
+
+
+def test_every_setting_has_a_meaning_on_the_page_of_settings():
+    """If this fails, run python -m iep.cli.settings > docs/settings.md."""
+    assert (ROOT / "docs/settings.md").read_text().rstrip() == as_markdown()
+    assert all(meaning for *_, meaning, _ in settings())

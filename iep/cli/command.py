@@ -5,6 +5,7 @@ import os
 import select
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import click
@@ -62,7 +63,25 @@ class CommandGroup(_Stoppable, click.Group):
 
 
 class Command(_Stoppable):
-    """A click command that reports errors that a user can cause as `Error: ...` with exit code 1."""
+    """A click command that reports errors that a user can cause as `Error: ...` with exit code 1.
+
+    Args:
+        sections: headings of `--help`, each with the names of the options below it; the others come last.
+    """
+
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]] | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.sections = sections or {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options of `--help` below their headings."""
+        records = {
+            each.name: each.get_help_record(ctx) for each in self.get_params(ctx) if isinstance(each, click.Option)
+        }
+        others = [name for name in records if not any(name in names for names in self.sections.values())]
+        for heading, names in {**self.sections, "Options": others}.items():
+            with formatter.section(heading):
+                formatter.write_dl([record for name in names if (record := records[name]) is not None])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and return its result.

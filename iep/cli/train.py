@@ -44,7 +44,41 @@ if TYPE_CHECKING:
     from iep.models.checkpoint import Saved
 
 
-@click.command(cls=Command)
+SECTIONS = {
+    "Model and data": (
+        "model",
+        "data",
+        "out",
+        "config_file",
+        "pg",
+        "ee",
+        "baseline",
+        "programs",
+        "modules",
+        "families",
+    ),
+    "Training": ("num_train_samples", "num_val_samples", "freeze", "keep", "resume", "dry_run", "help_settings"),
+    "Engine": ("batching", "sharing", "execution", "defer_weight_grads", "precision", "features_in_memory"),
+    "Devices": ("device", "placement", "devices"),
+    "Asynchronous training": (
+        *("asynchronous", "num_workers", "max_active_keys", "min_update_frequency", "replicas"),
+        "backward_weights",
+    ),
+}
+
+
+def print_settings(ctx: click.Context, param: click.Parameter, model: str | None) -> None:
+    """Print all settings, or those of a model, and exit."""
+    if model is not None and not ctx.resilient_parsing:
+        if model not in ("all", *MODELS):
+            raise click.BadParameter(f"{model!r} is not one of {', '.join(MODELS)}")
+        from iep.cli.settings import as_text
+
+        click.echo(as_text(None if model == "all" else model))
+        ctx.exit()
+
+
+@click.command(cls=Command, sections=SECTIONS)
 @click.option(
     "--model",
     type=click.Choice(MODELS),
@@ -56,7 +90,7 @@ if TYPE_CHECKING:
     type=PATH,
     help="Directory written by iep-preprocess; for a backbone, a directory in CLEVR's layout with images and scenes.",
 )
-@click.option("--out", type=DirectoryPath(), required=True, help="Run directory for settings, checkpoints and metrics.")
+@click.option("--out", type=DirectoryPath(), help="Run directory for settings, checkpoints and metrics.  [required]")
 @click.option(
     "--config",
     "config_file",
@@ -144,10 +178,20 @@ if TYPE_CHECKING:
     help="Resume from the run's newest checkpoint, if there is one, with its saved settings. Settings that are given "
     "again replace the saved ones if they may change during a run. If the data have been moved, give --data.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the resolved settings and stop.")
+@click.option("--dry-run", is_flag=True, help="Print the settings that would be used, and exit; needs no --out.")
+@click.option(
+    "--help-settings",
+    metavar="[MODEL]",
+    is_flag=False,
+    flag_value="all",
+    expose_value=False,
+    is_eager=True,
+    callback=print_settings,
+    help="Print all settings, or those of a model, with types, defaults and meanings, and exit.",
+)
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 def main(
-    out: Path,
+    out: Path | None,
     config_file: Path | None,
     resume: bool,
     dry_run: bool,
@@ -158,11 +202,15 @@ def main(
     """Train a model on preprocessed CLEVR, or a backbone on images with scenes.
 
     Settings are taken from the defaults, from --config, from KEY=VALUE arguments (with a dot for nested settings:
-    engine.module_dim=64), and from options; each of these overrides those before it. --dry-run prints the result.
+    engine.module_dim=64), and from options; each of these overrides those before it. Most often changed are iterations,
+    batch_size, learning_rate, warmup, decay, curriculum, validate_every, features_in_memory, engine.module_dim and
+    engine.modules; --help-settings prints all.
 
     --pg, --ee and --baseline are the networks to start from. With --programs predicted, --pg predicts the programs that
     the engine is trained on.
     """
+    if out is None and (resume or not dry_run):
+        raise click.UsageError("Missing option '--out'.")
     modules = options.pop("modules")
     if num_workers is not None:
         if options["devices"] is not None or options["device"] is not None:
@@ -189,7 +237,7 @@ def main(
 
             changes(start, config)
         check_used(config, names)
-        click.echo(to_yaml(config), nl=False)
+        click.echo(to_yaml(replace(config, learning_rate=config.peak_learning_rate)), nl=False)
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
     from iep.runtime.distributed import is_main, joined
