@@ -8,7 +8,13 @@ from bench_cases import iep_bench
 from click.testing import Result
 from PIL import Image
 
+from iep.bench.show_plans import draw_plans, walk
+from iep.bench.workload import encode
 from iep.config import BATCHING
+from iep.execution_engine.choices import make_module_set
+from iep.execution_engine.program_graph import roles_of
+from iep.execution_engine.program_plan import plan_programs
+from iep.vocab import Vocab
 
 COUNT = "count filter_color[red] scene"
 COMPARE = "equal_color query_color unique filter_color[red] scene query_color unique scene"
@@ -94,3 +100,14 @@ def test_a_plan_is_written_as_text_json_and_picture(tmp_path: Path) -> None:
     assert calls["vanilla"][0] == {"functions": ["filter_color[red]"], "nodes": ["0.1"]}
     with Image.open(tmp_path / "plan.png") as picture:
         assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
+
+
+def test_each_function_has_a_colour_of_its_own() -> None:
+    vocab, modules = Vocab.clevr(), make_module_set("iep", dim=1, residual=True, norm="none", scene="module")
+    functions = [token for token in vocab.program if token.startswith("filter_")]
+    tokens = encode([[*functions, "scene"]], vocab)
+    plan = plan_programs(tokens, vocab.program, roles_of(vocab.program, modules))
+    figure = draw_plans([("plan", plan, list(walk(plan)))], ["example"])
+    boxes = {text.get_text(): text.get_bbox_patch() for text in figure.axes[0].texts}
+    colours = {tuple(boxes[token].get_edgecolor()) for token in functions}
+    assert len(colours) == len(functions) > 10

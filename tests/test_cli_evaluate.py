@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 from collections import Counter, defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -359,10 +358,8 @@ def evaluate_in_process(settings: Evaluation, out: Path) -> bool:
     return run_evaluation.evaluate(settings, out, Page(out, most_questions=9)) is not None
 
 
-@pytest.mark.parametrize(("programs", "by_image", "batch_size"), [("predicted", True, 4), ("ground-truth", False, 100)])
-def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path, programs: str, by_image: bool, batch_size):
-    settings = Evaluation(data, pg=run["pg"], ee=run["ee"], programs=programs, device="cpu")
-    settings = replace(settings, batch_size=batch_size, order_by_image=by_image)
+def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
+    settings = Evaluation(data, pg=run["pg"], ee=run["ee"], device="cpu", batch_size=4, order_by_image=True)
     assert run_evaluation.evaluate(settings, tmp_path / "one", Page(tmp_path / "one", most_questions=9))
     assert together(evaluate_in_process, settings, tmp_path / "two") == [True, False]
     one, two = (tmp_path / name for name in ("one", "two"))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tiny_data import refused
 
 from iep.config import (
     ASYNCHRONOUS,
@@ -92,11 +93,8 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
     ],
 )
 def test_a_bad_assignment_is_named_with_what_was_expected(assignment: str, problem: str):
-    with pytest.raises(InputError) as caught:
+    with refused("", assignment, problem):
         read_config(None, [assignment])
-    assert str(caught.value).startswith((f"{assignment}: ", f"{assignment!r}: "))
-    assert problem in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +110,8 @@ def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path: Path, 
     file = tmp_path / "run.yaml"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(InputError) as caught:
+    with refused(f"{file}: ", problem):
         read_config(file)
-    assert str(caught.value).startswith(f"{file}: ")
-    assert problem in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def changed(config: Config) -> Config:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from clevr_files import write_clevr
 from features_cases import run
-from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, arrays, features, open_train, write_data, write_h5
+from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, arrays, features, open_train, refused, write_data, write_h5
 
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches, training_batches
 from iep.data.features import Features
@@ -199,12 +199,8 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(damaged: Path, name: st
     else:
         datasets = (arrays(TRAIN) if "questions" in name else {}) | change
         write_h5(path, {key: values for key, values in datasets.items() if values is not None})
-    with pytest.raises(InputError) as caught:
+    with refused(f"{path}: ", problem):
         open_train(damaged)
-    message = str(caught.value)
-    assert message.startswith(f"{path}: ")
-    assert problem in message
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -218,10 +214,8 @@ def test_features_that_cannot_be_read_are_named_with_their_row(damaged: Path, wo
     content[start + 10 : start + 40] = bytes(30)
     path.write_bytes(content)
     batches = sequential_batches(open_train(damaged), 8, Loading(workers))
-    with pytest.raises(InputError) as caught:
+    with refused(f"{path}: features, row 3 cannot be read"):
         list(batches)
-    assert str(caught.value).startswith(f"{path}: features, row 3 cannot be read")
-    assert "\n" not in str(caught.value)
 
 
 # Flipped bits
@@ -266,7 +260,7 @@ def test_flipped_bits_are_named_or_harm_nothing(out: Path, name: str, flips: int
     content, written = path.read_bytes(), values_of(path, vocab)
     flipped = np.random.default_rng(flips).integers(0, 8 * len(content), (100, flips))
     if name == "structure":
-        flipped = np.arange(0, 8 * content.index(written[0][0].tobytes()), 7)[:, None]
+        flipped = np.arange(0, 8 * content.index(written[0][0].tobytes()), 19)[:, None]
     messages = []
     for bits in flipped:
         path.write_bytes(flip(content, bits))

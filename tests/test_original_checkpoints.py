@@ -37,6 +37,7 @@ from tiny_data import (
     assert_one_error,
     features,
     newest,
+    refused,
     tiny_config,
     write_data,
     write_h5,
@@ -363,12 +364,9 @@ def test_a_malicious_file_executes_nothing_and_is_named_with_what_it_holds(how: 
         "array": {"confusion": np.array([by_shell], dtype=object)},
     }[how]
     path = write(tmp_path / "old.pt", joint() | content, _use_new_zipfile_serialization=archive)
-    with pytest.raises(InputError) as caught:
+    with refused(path, "holds more than plain tensors; loading it could execute code (GLOBAL "):
         load_checkpoint(path)
-    message = str(caught.value)
-    assert message.startswith(str(path))
     assert not victim.exists()
-    assert "holds more than plain tensors; loading it could execute code (GLOBAL " in message
     torch.load(path, weights_only=False)
     assert victim.exists(), "the trap would not have sprung"
 
@@ -413,10 +411,8 @@ MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "content", "problem"), MISMATCHES, ids=[problem for *_, problem in MISMATCHES])
 def test_a_file_that_does_not_fit_itself_is_one_line(name: str, content: dict[str, Any], problem: str, tmp_path: Path):
-    with pytest.raises(InputError, match=re.escape(problem)) as caught:
+    with refused("", problem):
         load_network(write(tmp_path / "old.pt", content), name, VOCAB, CPU)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 700
 
 
 def test_a_run_cannot_be_resumed_from_a_file_of_the_originals(data: Path, tmp_path: Path):

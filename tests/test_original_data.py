@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import quick
-from evaluate_cases import evaluate
 from hypothesis import example, given, settings
 from tiny_data import TEST, TRAIN, VAL, VOCAB, arrays, features, newest, tiny_config, write_h5
 
@@ -42,22 +41,6 @@ def test_a_run_on_the_originals_files_is_that_on_ours(model: str, original: Path
     for name, network in ours.items():
         for key, value in network["weights"].items():
             assert torch.equal(theirs[name]["weights"][key], value)
-
-
-@pytest.mark.parametrize(("split", "in_memory"), [("val", True), ("test", False)])
-def test_an_evaluation_of_the_originals_files_is_that_of_ours(
-    split: str, in_memory: bool, original: Path, data: Path, run: dict[str, Path], tmp_path: Path
-):
-    options = ["--pg", run["pg"], "--ee", run["ee"], "--split", split, "--workers", 0]
-    options += ["--features-in-memory"] if in_memory else []
-    reports, rows = [], []
-    for name, where in (("theirs", original), ("ours", data)):
-        report, predictions, _ = evaluate(tmp_path / name, *options, "--data", where)
-        reports.append((report["accuracy"], report["program_exact_match"]))
-        rows.append([{key: value for key, value in row.items() if key != "family"} for row in predictions])
-    assert reports[0] == reports[1]
-    assert rows[0] == rows[1]
-    assert len(rows[0]) == {"val": VAL, "test": TEST}[split]
 
 
 # The same JSON, the same vocabulary and arrays: the rules once more

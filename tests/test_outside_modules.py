@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from ask_cases import IMAGE, iep_ask
+from bench_cases import iep_bench, laboratory
 from device_cases import HAS_TRITON
 from engine_cases import INDEX, features, programs, small_engine
 from evaluate_cases import iep_eval
-from tiny_data import assert_one_error, tiny
+from tiny_data import assert_one_error, newest, tiny
 from train_cases import iep_train
 
 import iep
@@ -178,6 +179,15 @@ LOADING = [
 """Commands that read the name of modules from a file; in `begun`, only `config.yaml` has it."""
 
 
+def say_of_iep(run: Path) -> None:
+    """Change the settings of a run, but not those of its networks, to the modules of iep."""
+    path = newest(run)
+    content = torch.load(path, weights_only=True)
+    content["config"]["engine"]["modules"] = "iep"
+    torch.save(content, path)
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(OUTSIDE[1], "iep"))
+
+
 @pytest.mark.parametrize(("command", "arguments"), LOADING)
 def test_code_that_a_file_names_is_executed_only_if_the_user_names_it_too(command, arguments, foreign, imported):
     given = [argument.format(**foreign) for argument in arguments.split()]
@@ -186,6 +196,14 @@ def test_code_that_a_file_names_is_executed_only_if_the_user_names_it_too(comman
     result = command(*given, *OUTSIDE)
     assert result.exit_code == 0, result.output
     assert imported.exists()
+
+
+def test_a_benchmark_executes_no_code_that_its_file_names(foreign, imported):
+    config = ("--config", foreign["run"] / "config.yaml")
+    asynchronous = laboratory("async", "engine", *config, "--data", foreign["data"])
+    for result in (iep_bench("engine", *config), asynchronous):
+        assert_one_error(result, "give engine.modules='traced:TracedModules'")
+    assert not imported.exists()
 
 
 def test_iep_ask_executes_no_code_that_a_file_names_if_the_user_names_none_or_another(foreign, imported):
@@ -201,6 +219,15 @@ def test_iep_load_executes_code_that_a_file_names_only_if_it_is_given(foreign, i
     assert not imported.exists()
     assert iep.load(foreign["run"], pg=foreign["pg"], modules="traced:TracedModules")
     assert imported.exists()
+
+
+def test_a_checkpoint_to_resume_whose_networks_have_other_modules_than_its_settings_executes_none(
+    foreign, imported, data
+):
+    say_of_iep(foreign["run"])
+    result = iep_train("--data", data, "--out", foreign["run"], "--resume", "iterations=9")
+    assert_one_error(result, "its modules are 'traced:TracedModules'")
+    assert not imported.exists()
 
 
 def test_a_module_that_ends_the_program_when_it_is_imported_is_one_line(foreign, data, tmp_path):

@@ -16,7 +16,7 @@ from ask_cases import SAMPLE
 from clevr_files import write_images
 from click.testing import CliRunner
 from evaluate_cases import iep_eval
-from features_cases import FILE, PATCHES, RESNET, features, run
+from features_cases import FILE, PATCHES, RESNET, WatchedPatches, features, run
 from PIL import Image
 from tiny_data import newest, tiny_config, write_data
 from torch.nn import functional
@@ -30,6 +30,19 @@ from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import image_features, preprocess_features
 from iep.preprocess.images import open_image, read_image
 from iep.training.run_training import train
+
+
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path, out):
+    anonymous_kb = []
+
+    def measure() -> None:
+        status = Path("/proc/self/status").read_text()
+        anonymous_kb.append(int(status.partition("RssAnon:")[2].split()[0]))
+
+    images = write_images(tmp_path / "CLEVR", "val", 330)
+    preprocess_features({"val": images}, out, WatchedPatches(16, measure), batch_size=1, workers=1)
+    row_kb = 3 * 224 * 224 * 4 / 1000
+    assert anonymous_kb[-1] - anonymous_kb[-150] < 0.5 * 150 * row_kb
 
 
 @pytest.mark.parametrize(("name", "stage"), [("resnet18", 4), ("resnet50", 3)])

@@ -139,6 +139,14 @@ def test_a_run_that_crashed_resumes_to_the_same_bits(data, parts, tmp_path: Path
     assert all(ours[name] == theirs[name] for name in theirs.keys() - set(MEASURED))
 
 
+def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: list[str], tmp_path: Path):
+    short, long = (tiny_config(data, "joint", f"iterations={n}", *parts) for n in (4, 8))
+    train(long, tmp_path / "long", resume=False)
+    train(short, tmp_path / "resumed", resume=False)
+    train(long, tmp_path / "resumed", resume=True)
+    assert run_parts(tmp_path / "resumed") == run_parts(tmp_path / "long")
+
+
 def test_resuming_a_complete_run_does_nothing(data: Path, tmp_path: Path):
     config = tiny_config(data, "lstm")
     train(config, tmp_path, resume=False)

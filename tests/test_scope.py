@@ -222,6 +222,15 @@ def test_gradients_under_autocast_equal_those_without_a_scope(granularity):
     torch.testing.assert_close(gradients([future.value for future in found]), expected, rtol=0.05, atol=0.05)
 
 
+def test_dropout_differs_from_sample_to_sample():
+    drop = nn.Dropout(0.5)
+    with scope(drop):
+        found = [drop(torch.ones(64)) for _ in range(2)]
+    first, second = (future.value for future in found)
+    assert set(first.tolist()) == {0.0, 2.0}
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.filterwarnings("ignore:.* runs singly")
 @pytest.mark.parametrize("wrapped", [lambda norm: norm.forward, lambda norm: lambda x: norm(x)])
 def test_a_wrapped_function_follows_the_modules_that_it_calls(wrapped):

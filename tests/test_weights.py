@@ -96,6 +96,17 @@ def test_networks_of_two_runs_are_saved_together_and_a_baseline_alone(runs, tmp_
     assert iep.load(tmp_path / "lstm").ask(None, QUESTION).ranked == baseline.ask(None, QUESTION).ranked
 
 
+def test_saved_networks_and_runs_do_not_replace_each_other(runs, tmp_path):
+    model = iep.load(runs["joint"])
+    with pytest.raises(InputError, match="already holds a run"):
+        model.save(runs["ee"])
+    model.save(tmp_path / "saved")
+    before = (tmp_path / "saved" / "best.safetensors").read_bytes()
+    given = ("--model", "lstm", "--data", runs["ee"].parent / "data", "--out", tmp_path / "saved", "iterations=1")
+    assert_one_error(iep_train(*given), "already holds networks (best.safetensors)")
+    assert (tmp_path / "saved" / "best.safetensors").read_bytes() == before
+
+
 def test_an_image_of_pillow_has_the_answer_of_its_file_and_a_joint_run_brings_its_generator(runs):
     model = iep.load(runs["joint"])
     with Image.open(IMAGE) as image:

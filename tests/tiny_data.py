@@ -12,12 +12,14 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 from click.testing import Result
 
 from iep.config import SECTIONS, Config, read_config
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.question_file import read_questions, split_files
+from iep.errors import InputError
 from iep.models.checkpoint import step_checkpoints
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
 
@@ -187,6 +189,17 @@ def assert_error_lines(output: str, *expected: str) -> None:
     assert len(lines) == 1, output
     for part in expected:
         assert part in lines[0], lines[0]
+
+
+@contextmanager
+def refused(*expected: object) -> Iterator[None]:
+    """The block raises an `InputError` of one line that begins with the first of `expected` and holds the others."""
+    with pytest.raises(InputError) as caught:
+        yield
+    message, (beginning, *others) = str(caught.value), map(str, expected)
+    assert message.startswith(beginning), message
+    assert "\n" not in message
+    assert [each for each in others if each not in message] == [], message
 
 
 @contextmanager
