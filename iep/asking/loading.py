@@ -28,6 +28,7 @@ from iep.models.build import (
     check_features,
     check_vocab,
     features_shape,
+    name_of,
     pack,
     place,
     unpack,
@@ -131,7 +132,7 @@ class Model:
         found = {"generator": self.predictor.generator, "engine": self.predictor.engine}
         networks = {name: network for name, network in found.items() if network is not None}
         if self.predictor.baseline is not None:
-            networks = {self.predictor.baseline.name: self.predictor.baseline}
+            networks = {name_of(self.predictor.baseline): self.predictor.baseline}
         recipe, packed = next(reversed(networks.values())).recipe, pack(networks)
         content = {"networks": packed, "features": recipe, "vocab": self.vocab.to_json()}
         save_weights(Path(directory), content, half)
