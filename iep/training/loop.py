@@ -256,7 +256,7 @@ class Trainer:
         score = None if validation is None else self.validate(validation)  # a signal interrupts it
         with deferred():
             self.validation_due = False
-            improved = score is None or score > self.best
+            improved = score is None or score >= self.best  # of equal ones, the newer
             if improved:
                 self.best, self.best_step = self.best if score is None else score, self.step
             if score is not None and self.records is not None:
