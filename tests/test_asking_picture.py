@@ -1,6 +1,5 @@
-"""The picture that `iep-ask --draw` writes: what it holds, where things lie in it, and which fonts it uses."""
+"""The picture that `iep-ask --draw` and `Answer.draw` make: what it holds, and where things lie in it."""
 
-import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from hypothesis import example, given, settings
 from PIL import Image
 from tiny_data import assert_one_error, files_no_larger_than
 
-from iep.asking.picture import USUAL, arrange, fonts_for, lit, tree_columns, wrapped
+from iep.asking.picture import arrange, lit, tree_columns, wrapped
 from iep.programs import program_tree
 
 WIDE = (
@@ -186,28 +185,3 @@ def test_wrapped_lines_fit_and_hold_every_letter(text, most):
     assert all(width(line) <= most for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
     assert all(lines)
-
-
-# Fonts
-
-
-RARE, NOWHERE = "\u24b6", "\U0010abcd"
-"""A character that the usual font lacks and another of matplotlib's has; one for private use."""
-
-
-def test_what_the_usual_font_lacks_is_drawn_in_another_that_has_it():
-    assert fonts_for("Gr\u00f6\u00dfe \u0416?\t") == ([USUAL], "")
-    fonts, missing = fonts_for(f"a {RARE}")
-    assert (fonts[0], len(fonts), missing) == (USUAL, 2, "")
-
-
-def test_a_character_of_no_font_is_named_and_those_of_another_font_are_not(asked, tmp_path: Path):
-    asked = (*asked, "--program", "exist scene")
-    result = iep_ask(*asked, "--question", f"Any {NOWHERE}?", "--draw", tmp_path / "a.png")
-    assert result.exit_code == 0, result.output
-    assert f"{tmp_path / 'a.png'}: no installed font has {NOWHERE}; boxes replace them" in result.stderr
-    assert "no installed font" not in iep_ask(*asked, "--question", "Any?", "--draw", tmp_path / "b.png").stderr
-    assert f"Wrote {tmp_path / 'c.svg'}" in answered(*asked, "--question", NOWHERE, "--draw", tmp_path / "c.svg")
-    with warnings.catch_warnings(record=True) as caught:
-        answered(*asked, "--question", "有多少东西？" * 20, "--draw", tmp_path / "d.png")
-    assert not [warning for warning in caught if "Glyph" in str(warning.message)]

@@ -250,7 +250,7 @@ def test_engines_of_synthetic_data_answer_its_questions_and_those_about_other_im
             true, predicted = (report(tmp_path / "eval" / data / each) for each in (name, f"{name}-predicted"))
             assert (true.questions, true.programs, predicted.programs) == (count, "ground-truth", "predicted")
             assert true.checkpoints["ee"] == predicted.checkpoints["ee"] == f"{tmp_path / name}"
-    assert iep.load(tmp_path / "networks").ask(next(clevr.rglob("*.png")), "How big is it?").ranked
+    assert iep.load(tmp_path / "networks").ask(next(clevr.rglob("*.png")), "How big is it?").answer
     batch_size = config(tmp_path / "pooled").batch_size
     assert re.search(
         rf"pooled: validation accuracy .*\n +{batch_size} +[\d.]+\n +{2 * batch_size} +[\d.]+\n", recipe.output
