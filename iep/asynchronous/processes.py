@@ -11,6 +11,7 @@ instances. A process that fails tells the others why. An operation of gloo that 
 
 import pickle
 import queue
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -284,8 +285,10 @@ class _Process(Threads):
             yield
         except RuntimeError as error:
             name = f"worker {rank} of {self.peers.size}"
-            if "Timed out" not in str(error):
+            if not re.search("Timed out|timeout", str(error)):
                 raise PeerError(f"{name} has ended") from None
+            if "pair closure" in str(error):
+                time.sleep(1)  # let the operation that has timed out name its process first; it breaks all others
             silence = f"{name} has been silent for {self.peers.timeout:g} seconds"
             raise PeerError(f"{silence}; it has stopped, or waits for a worker that has") from None
 
