@@ -1,11 +1,13 @@
 """Train and run neural module networks on CLEVR, batched across examples."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from iep import dynamic, reward
     from iep.asking.loading import Model, load
 
-__all__ = ["Model", "load"]
+__all__ = ["Model", "dynamic", "load", "reward"]
 __version__ = "0.1.0"
 
 
@@ -14,9 +16,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Model` or `load`, and PyTorch with it, when it is first used."""
+    """Import a name of `__all__`, and PyTorch with it if necessary, when it is first used."""
+    if name in ("dynamic", "reward"):
+        return import_module(f"iep.{name}")
     if name in __all__:
-        from iep.asking import loading
-
-        return getattr(loading, name)
+        return getattr(import_module("iep.asking.loading"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

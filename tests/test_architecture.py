@@ -97,6 +97,7 @@ def test_files_of_the_same_name_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
+        ("iep", ("iep.", "torch")),
         ("iep.batching.graph", ("iep.dynamic", "torch")),
         ("iep.execution_engine.engine", ("iep.dynamic", "iep.config")),
     ],
@@ -106,6 +107,12 @@ def test_a_module_is_imported_without_what_it_does_not_need(module: str, unwante
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert module in loaded
     assert not [name for name in loaded if name.startswith(unwanted)]
+
+
+def test_the_names_of_the_package_are_imported_when_they_are_used() -> None:
+    code = "import iep; print([getattr(iep, name).__name__ for name in iep.__all__], iep.dynamic.scope.__name__)"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed == "['Model', 'iep.dynamic', 'load', 'iep.reward'] scope\n"
 
 
 def test_the_networks_import_no_private_name_of_torch() -> None:

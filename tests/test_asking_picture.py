@@ -1,6 +1,5 @@
-"""The picture that `iep-ask --draw` writes: what it holds, where things lie in it, and which fonts it uses."""
+"""The picture that `iep-ask --draw` and `Answer.draw` make: what it holds, and where things lie in it."""
 
-import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -136,20 +135,3 @@ def test_arguments_stand_in_order_below_the_middle_of_what_takes_them(tokens):
             assert abs((places[0] + places[-1]) / 2 - column) < 1e-9
 
 
-# Fonts
-
-
-RARE, NOWHERE = "\u24b6", "\U0010abcd"
-"""A character that the usual font lacks and another of matplotlib's has; one for private use."""
-
-
-def test_a_character_of_no_font_is_named_and_those_of_another_font_are_not(asked, tmp_path: Path):
-    asked = (*asked, "--program", "exist scene")
-    result = iep_ask(*asked, "--question", f"Any {NOWHERE}?", "--draw", tmp_path / "a.png")
-    assert result.exit_code == 0, result.output
-    assert f"{tmp_path / 'a.png'}: no installed font has {NOWHERE}; boxes replace them" in result.stderr
-    assert "no installed font" not in iep_ask(*asked, "--question", "Any?", "--draw", tmp_path / "b.png").stderr
-    assert f"Wrote {tmp_path / 'c.svg'}" in answered(*asked, "--question", NOWHERE, "--draw", tmp_path / "c.svg")
-    with warnings.catch_warnings(record=True) as caught:
-        answered(*asked, "--question", "有多少东西？" * 20, "--draw", tmp_path / "d.png")
-    assert not [warning for warning in caught if "Glyph" in str(warning.message)]

@@ -55,7 +55,7 @@ def adversary(seed: int):
     return (lambda *_: random.choice([0, 1, 1, 7, 1000])), (lambda _: random.choice([0, 0, 1, 50]))
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + 100) for first in range(0, 2000, 100)], ids=str)
+@pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
 def test_any_clock_runs_every_task_once_within_the_bounds_and_without_a_deadlock(seeds: range):
     for seed in seeds:
         check_random_clock(seed)

@@ -94,11 +94,19 @@ REFUSED = [
     ("--image {image} --pg {pg}", 2, "give --ee CKPT, or --baseline CKPT"),
     ("--ee {ee} --image {image}", 1, "holds no program generator; give that of another run as pg (--pg CKPT)"),
     ("--ee {ee} --program {count}", 2, "there is no image: give --image FILE"),
+    ("--ee '' --image {image}", 2, "'--ee': the name is empty, expected a path"),
+    (
+        "--ee symbolic --image {image}",
+        2,
+        "iep-eval --ee symbolic --images DIR; expected a checkpoint, a run or default",
+    ),
+    ("--ee defualt --image {image}", 1, "defualt: no such file; did you mean 'default'?"),
+    ("--image {image} --backbone resnet18", 1, "Error: default: records how its features were made (by synth)"),
     ("{run} --program {count} --pg x", 2, "give one of them"),
     ("{run} --program {count} --question a --question b", 2, "2 --question for 1 --program"),
     ("{run} --program {count} --saliency gradient", 2, "--saliency is for pictures: give --draw FILE too"),
     ("{run} --program {count} --beam-size 2", 2, "--beam-size does not apply"),
-    ("{run} --program {count} --stage 2", 1, "how its features were made (by patches); --stage does not apply"),
+    ("{run} --program {count} --stage 2", 1, "its features were made (by patches); another backbone does not apply"),
     ("--baseline x --image {image} --draw y.png", 2, "runs no program: --draw does not apply"),
     # Programs, questions and files.
     ("{run} --program 'count filter_colour[red] scene'", 1, "did you mean 'filter_color[red]'?"),
@@ -110,7 +118,7 @@ REFUSED = [
     ("--ee {ee} --image {folder} --program {count}", 2, "is a directory"),
     ("{run} --pg {ee} --question a", 1, "{ee}: holds an execution engine"),
     ("{run} --pg {other} --question a", 1, "{other}: trained with another vocabulary: program token 12 is"),
-    ("--baseline {ee} --image {image}", 1, "expected a checkpoint with a baseline"),
+    ("--baseline {ee} --image {image}", 1, "{ee}: holds an execution engine; give it as --ee"),
     # Pictures.
     ("{run} --program {count} --draw picture.gif", 2, "does not end in one of .png, .svg, .pdf"),
     ("{run} --program {count} --draw {broken}/a.png", 1, "its directory is a file"),
@@ -140,7 +148,7 @@ def test_a_checkpoint_without_a_recipe_is_taken_for_patches_where_its_shape_says
     wrong = iep_ask(*asked, "--backbone", "patches", "--patch-size", 4)
     assert_one_error(wrong, "(48, 14, 14) an image, but the engine is made for (12, 14, 14)", str(IMAGE))
     recorded = iep_ask(*parts, "--question", QUESTION, "--backbone", "resnet18")
-    assert_one_error(recorded, "records how its features were made (by patches); --backbone does not apply")
+    assert_one_error(recorded, "records how its features were made (by patches); another backbone does not apply")
 
 
 @pytest.mark.parametrize("model", ["lstm", "cnn-lstm-sa"])
@@ -161,8 +169,8 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
     assert len(shown.strip().splitlines()) == 2
     if model == "lstm":
         assert (without.exit_code, without.stderr, without.stdout) == (0, "", shown)
-        for flags in (("--backbone", "resnet18"), ("--weights", "random")):
-            assert_one_error(iep_ask(*asked, *flags), f"{run}: reads no image; {flags[0]} does not apply")
+        for flags, what in ((("--backbone", "resnet18"), "a backbone"), (("--weights", "random"), "weights")):
+            assert_one_error(iep_ask(*asked, *flags), f"{run}: reads no image; {what} does not apply")
     else:
         assert_one_error(without, f"{run}: needs an image, and there is none")
 
@@ -171,7 +179,12 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"), [(b"?", "the question '?' has no word"), (b"\xff\xfe How", "the question is not UTF-8 text")]
+    ("bad", "said"),
+    [
+        (b"?", "the question '?' has no word"),
+        (b"blah, blah", "the question 'blah, blah' has no word of the vocabulary"),
+        (b"\xff\xfe How", "the question is not UTF-8 text"),
+    ],
 )
 def test_a_bad_line_among_piped_ones_is_named_and_the_others_are_answered(parts, bad, said):
     typed = b"\n".join([QUESTION.encode(), b"", bad, OTHER.encode()])

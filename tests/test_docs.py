@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from iep.asking.loading import DEFAULT
 from iep.bench.workload import encode
 from iep.cli.settings import as_markdown, settings
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
+from iep.models.weights import DEFAULT_FILE
 from iep.vocab import Vocab
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def test_the_python_code_of_a_page_runs(document: Path, data: Path, runs: dict[s
     """A block that begins with imports is a script of its own; others continue the one before them."""
     for name in ("joint", "tbd", "pg"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        shutil.copy(DEFAULT, tmp_path / "runs" / name / "best.safetensors")
+        shutil.copy(DEFAULT_FILE, tmp_path / "runs" / name / "best.safetensors")
     (tmp_path / "runs/quick").mkdir()
     (tmp_path / "runs/quick/data").symlink_to(data)
     (tmp_path / "runs/quick/ee").symlink_to(runs["ee"])

@@ -91,6 +91,26 @@ def test_a_request_reads_images_of_the_page_and_no_other_files(address, function
         assert "This page has no such image" in called(address, function, {"path": str(path)}, text)
 
 
+@pytest.mark.parametrize(
+    ("function", "data"),
+    [
+        ("ask", []),
+        ("ask", [5, "Is there a sphere?"]),
+        ("ask", [{"path": 5}, "Is there a sphere?"]),
+        ("ask", [{"path": "a\0b"}, "Is there a sphere?"]),
+        ("run", [None, {}]),
+        ("generate", [1e9]),
+        ("generate", ["three"]),
+        ("load_example", [99]),
+    ],
+)
+def test_a_malformed_request_has_an_error_and_no_traceback(address, function, data):
+    """The fixture `address` checks for tracebacks."""
+    found = called(address, function, *data)
+    assert found.startswith("error"), found
+    assert any(words in found for words in ("malformed request: ", "This page has no such image", "There is no image"))
+
+
 @pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("example.org", 400), ("0.0.0.0", 400)])
 def test_requests_to_other_host_names_fail(address, host, status):
     assert httpx.get(f"{address}config", headers={"Host": f"{host}:7860"}).status_code == status
@@ -116,6 +136,28 @@ def test_the_page_fits_a_desktop_and_a_phone_and_asks_no_other_server(address, w
         boxes = [each.bounding_box() for each in page.locator(".maps img").all()]
         assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []
+
+
+def test_errors_stand_below_their_field_and_the_question_shown_is_the_one_answered(address):
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(address)
+        question, program = page.get_by_label("Question"), page.get_by_label("Program in prefix order")
+        question.fill("How many cubez are there?")
+        question.press("Enter")
+        page.wait_for_selector(".maps img")
+        assert "'cubez' is not in the vocabulary" in page.locator(".notes p").first.inner_text()
+        program.fill("count filter_colr[red] scene")
+        program.press("Enter")
+        told = page.locator(".notes p", has_text="did you mean 'filter_color[red]'?").first
+        told.wait_for()
+        assert told.bounding_box()["y"] >= program.bounding_box()["y"] + program.bounding_box()["height"]
+        assert page.locator(".maps img").count() == 0
+        assert program.input_value() == "count filter_colr[red] scene"
+        program.fill("count filter_color[red] scene")  # which nothing covers
+        program.press("Enter")
+        page.wait_for_selector(".maps img")
+        assert (question.input_value(), page.locator(".notes p").count()) == ("", 0)
 
 
 def test_a_port_that_is_in_use_is_one_line(address):

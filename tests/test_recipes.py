@@ -186,7 +186,7 @@ def test_engines_of_synthetic_data_answer_its_questions_and_those_about_other_im
     for data, count in (("synth", 4 * 5), ("real-train", SIZES["train"] * 20), ("real-val", SIZES["val"] * 20)):
         true, predicted = (report(tmp_path / "eval" / data / each) for each in ("ee", "ee-predicted"))
         assert (true.questions, true.programs, predicted.programs) == (count, "ground-truth", "predicted")
-    assert iep.load(tmp_path / "networks").ask(next(clevr.rglob("*.png")), "How big is it?").ranked
+    assert iep.load(tmp_path / "networks").ask(next(clevr.rglob("*.png")), "How big is it?").answer
     assert "precision" in recipe.output, "of the backbone on the other images"
     assert len(re.findall("^overall", recipe.output, re.MULTILINE)) == 3, "one table for each split"
 

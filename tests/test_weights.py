@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ask_cases import IMAGE, SAMPLE, answers_of, done, iep_ask, sample_data, trained
@@ -18,12 +20,12 @@ from tiny_data import assert_one_error
 from train_cases import iep_train
 
 import iep
-from iep.asking.loading import DEFAULT
 from iep.cli.preprocess import main as preprocess
 from iep.cli.synth import main as synth
 from iep.errors import InputError
+from iep.evaluation.predict import Predictor
 from iep.models.checkpoint import load_checkpoint
-from iep.models.weights import save_weights
+from iep.models.weights import DEFAULT_FILE, save_weights
 from iep.vocab import Vocab
 
 QUESTION = "How many small things are there?"
@@ -83,7 +85,7 @@ def test_a_directory_with_nothing_but_the_safetensors_file_is_evaluated_and_aske
     ]
     assert outputs[0] == outputs[1] == outputs[2]
     answer = iep.load(tmp_path).ask(IMAGE, QUESTION)
-    assert answer.ranked[0][0] == answers_of(outputs[0])[0]
+    assert answer.answer == answers_of(outputs[0])[0]
     assert str(answer) == outputs[0].rstrip("\n")
 
 
@@ -93,7 +95,7 @@ def test_networks_of_two_runs_are_saved_together_and_a_baseline_alone(runs, tmp_
     assert str(iep.load(tmp_path / "both").ask(IMAGE, QUESTION)) == str(model.ask(IMAGE, QUESTION))
     baseline = iep.load(runs["lstm"])
     baseline.save(tmp_path / "lstm")
-    assert iep.load(tmp_path / "lstm").ask(None, QUESTION).ranked == baseline.ask(None, QUESTION).ranked
+    assert iep.load(tmp_path / "lstm").ask(None, QUESTION) == baseline.ask(None, QUESTION)
 
 
 def test_saved_networks_and_runs_do_not_replace_each_other(runs, tmp_path):
@@ -107,10 +109,50 @@ def test_saved_networks_and_runs_do_not_replace_each_other(runs, tmp_path):
     assert (tmp_path / "saved" / "best.safetensors").read_bytes() == before
 
 
-def test_an_image_of_pillow_has_the_answer_of_its_file_and_a_joint_run_brings_its_generator(runs):
+def test_images_of_every_type_have_the_answer_of_the_file(runs):
     model = iep.load(runs["joint"])
-    with Image.open(IMAGE) as image:
-        assert model.ask(image, QUESTION).ranked == model.ask(IMAGE, QUESTION).ranked
+    expected, image = model.ask(IMAGE, QUESTION), Image.open(IMAGE).convert("RGB")
+    pixels_HWC = np.array(image)
+    pixels_CHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1)
+    for given in (str(IMAGE), image, pixels_HWC, pixels_CHW, pixels_CHW / 255, model.see(IMAGE)):
+        assert model.ask(given, QUESTION) == expected
+
+
+def test_questions_and_programs_of_a_list_are_answered_together_as_one_by_one(runs, monkeypatch):
+    model, sizes = iep.load(runs["joint"]), []
+    logits = Predictor.logits
+    monkeypatch.setattr(Predictor, "logits", lambda self, *of: sizes.append(len(of[1])) or logits(self, *of))
+    questions = [QUESTION, "Are there any blue cubes?", "What color is the small thing?"]
+    answers = model.ask(IMAGE, questions)
+    assert [each.question for each in answers] == questions
+    programs = model.ask(IMAGE, questions, program=[each.program for each in answers])
+    assert sizes == [3, 3]
+    one_by_one = [model.ask(IMAGE, each.question, program=each.program) for each in answers]
+    for each, again, alone in zip(answers, programs, one_by_one, strict=True):
+        assert each.answer == again.answer == alone.answer
+        assert each.probability == pytest.approx(again.probability) == pytest.approx(alone.probability)
+    assert model.ask(IMAGE, program="scene").question is None
+    assert model.ask(IMAGE, []) == model.ask(IMAGE, program=[]) == []
+
+
+def test_an_answer_says_what_it_is_in_one_line_and_is_drawn_to_a_figure_or_a_file(runs, tmp_path):
+    model = iep.load(runs["joint"])
+    answer = model.ask(IMAGE, QUESTION)
+    assert repr(answer) == f"<Answer {answer.answer!r} ({100 * answer.probability:.1f}%) to {QUESTION!r}>"
+    found = f"'{runs['joint']}', networks=['generator', 'engine'], backbone=Patches(patch_size=2), device='cpu'"
+    assert repr(iep.load(runs["joint"], device="cpu")) == f"Model({found})"
+    assert [*answer.probabilities.values()] == sorted(answer.probabilities.values(), reverse=True)
+    assert sum(answer.probabilities.values()) == pytest.approx(1)
+    answer.draw(tmp_path / "one.png")
+    answer.draw().savefig(tmp_path / "other.png")
+    for name in ("one", "other"):
+        assert min(Image.open(tmp_path / f"{name}.png").size) > 200
+    asked = ("--image", IMAGE, "--ee", runs["joint"], "--question", QUESTION)
+    iep_ask(*asked, "--draw", tmp_path / "command.png")
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "command.png").read_bytes()
+
+
+def test_a_joint_run_brings_its_generator(runs):
     given = ("--image", IMAGE, "--question", QUESTION, "--ee", runs["joint"])
     assert iep_ask(*given).stdout == iep_ask(*given, "--pg", runs["joint"]).stdout != ""
 
@@ -118,12 +160,21 @@ def test_an_image_of_pillow_has_the_answer_of_its_file_and_a_joint_run_brings_it
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda model: model.ask(IMAGE, None), "the question is None, expected a text"),
-        (lambda model: model.about(IMAGE).ask([QUESTION, 3]), "question 2: the question is 3, expected a text"),
-        (lambda model: model.about(IMAGE).ask(QUESTION), "the questions are .*, expected a list of texts"),
-        (lambda model: model.about(IMAGE).run("scene"), "the programs are 'scene', expected a list of texts"),
-        (lambda model: model.about(IMAGE).run([None]), "the program is None, expected a text"),
-        (lambda model: model.ask(5, QUESTION), "the image is of type int, expected a path or an image of Pillow"),
+        (lambda model: model.ask(IMAGE), "there is neither a question nor a program; give one of them"),
+        (lambda model: model.ask(IMAGE, 3), "the question is 3, expected a text or a list of texts"),
+        (lambda model: model.ask(IMAGE, [QUESTION, 3]), "question 2: the question is 3, expected a text"),
+        (lambda model: model.ask(IMAGE, program=3), "the program is 3, expected a text or a list of texts"),
+        (lambda model: model.ask(IMAGE, program=[None]), "the program is None, expected a text"),
+        (lambda model: model.ask(IMAGE, [QUESTION], program=["scene"] * 2), "1 questions for 2 programs: .* or none"),
+        (lambda model: model.ask(5, QUESTION), "the image is of type int, expected a path, an image of Pillow, an .*"),
+        (lambda model: model.ask(np.zeros((4, 4)), QUESTION), r".* type ndarray \(4, 4\) of float64, expected a .*"),
+        (lambda model: model.ask(torch.full((3, 4, 4), 9.0), QUESTION), r".* Tensor \(3, 4, 4\) of float32, .*"),
+        (lambda model: model.ask(np.zeros((0, 4, 3), np.uint8), QUESTION), "the image has no pixels: .*"),
+        (lambda model: model.ask(IMAGE, QUESTION).draw("a.txt"), "a.txt: Format 'txt' is not supported .*"),
+        (
+            lambda model: model.ask(IMAGE, QUESTION).draw(saliency="x"),
+            "saliency is 'x', expected one of norm, gradient",
+        ),
         (lambda _: iep.load(None), "None: expected a path, or a name on the Hugging Face Hub such as user/name"),
         (lambda _: iep.load(pg=5), "5: expected a path, or a name on the Hugging Face Hub such as user/name"),
     ],
@@ -202,15 +253,32 @@ def test_networks_are_pushed_to_the_hub_with_a_card_and_loaded_by_name(runs, hub
 
 def test_without_huggingface_hub_one_line_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(InputError, match=r"runs/absent: not a run here, .*pip install 'iep\[hub\]'"):
-        iep.load("runs/absent")
+    with pytest.raises(InputError, match=r"someone/absent: not a run here, .*pip install 'iep\[hub\]'"):
+        iep.load("someone/absent")
     with pytest.raises(InputError, match=r"^someone/clevr: the Hugging Face Hub needs pip install"):
         iep.load().push_to_hub("someone/clevr")
 
 
+def test_what_looks_like_a_path_is_not_looked_up_on_the_hub(runs, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(runs["joint"], "runs/joint")
+    for name, message in (
+        ("runs/jiont", "no such file; did you mean 'joint'?"),
+        ("absent/best.pt", "no such file"),
+        ("../other/run", "no such file"),
+        (Path("someone/other"), "no such file"),
+    ):
+        with pytest.raises(InputError, match=f"^{name}: {re.escape(message)}"):
+            iep.load(name)
+
+
 def test_networks_without_a_generator_or_an_engine_are_errors(runs):
+    model = iep.load(runs["ee"])
+    assert model.ask(IMAGE, program="exist scene").answer
     with pytest.raises(InputError, match="holds no program generator; give that of another run as pg"):
-        iep.load(runs["ee"])
+        model.ask(IMAGE, QUESTION)
+    with pytest.raises(InputError, match="a baseline runs no program"):
+        iep.load(runs["lstm"]).ask(None, program="exist scene")
     with pytest.raises(InputError, match="holds a program generator, expected a checkpoint with an execution engine"):
         iep.load(runs["pg"])
     with pytest.raises(InputError, match="a baseline runs no program; pg does not apply"):
@@ -258,7 +326,7 @@ def test_images_without_objects_are_answered_with_a_warning_and_those_of_ten_wit
     warning = "0 objects found, and CLEVR's images have 3 to 10; the answer is unreliable"
     model = iep.load()
     for path, expected in ((tmp_path / "flat.png", warning), (ten, "")):
-        result = iep_ask("--ee", DEFAULT, "--image", path, "--question", QUESTION, "--question", QUESTION, "--json")
+        result = iep_ask("--ee", "default", "--image", path, *["--question", QUESTION] * 2, "--json")
         assert result.stderr == (f"{path}: {expected}\n" if expected else "")
         assert [json.loads(line).get("warning", "") for line in result.stdout.splitlines()] == [expected] * 2
         answer = model.ask(path, QUESTION)
@@ -274,6 +342,6 @@ def test_networks_come_with_the_package_and_answer_unless_others_are_given():
     assert "The networks that come with the package answer" in result.stderr
     assert result.stdout == str(iep.load().ask(IMAGE, "Is there a sphere?")) + "\n\n"
     assert str(iep.load("default").ask(IMAGE, "Is there a sphere?")) + "\n\n" == result.stdout
-    assert DEFAULT.stat().st_size < 3 * 2**20
+    assert DEFAULT_FILE.stat().st_size < 3 * 2**20
     program = iep_ask("--image", IMAGE, "--program", "exist filter_shape[sphere] scene").stdout
     assert "exist" in program

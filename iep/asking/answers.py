@@ -1,49 +1,53 @@
-"""Typed questions about one image -> answers by trained networks, as text or as JSON.
+"""Questions and programs as text -> what networks read, and their answers as text, JSON and pictures.
 
-The features of the image are computed once, and questions that are asked together run as one minibatch. The networks
-are loaded in `loading.py`.
-
-Shapes: B questions, T question tokens, L program tokens, C H W features, A answers.
+Shapes: H W pixels of an image or cells of a map, C H W features, L program tokens.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
+from PIL import Image
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from iep.backbone.network import FoundObjects
-from iep.data.datasets import Batch
 from iep.errors import SIMILARITY, InputError, nearest
 from iep.evaluation.outcome import content_tokens
-from iep.evaluation.predict import Predictor, ranked
-from iep.execution_engine.roles import ModuleSet, misfits, tree_run
-from iep.programs import ProgramTree, named, prefix_to_json, program_tree, tokens_run, tree_lines
+from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.roles import ModuleSet, misfits
+from iep.execution_engine.trace import trace, unit_maps
+from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, program_tree, tokens_run, tree_lines
 from iep.runtime.reading import check_utf8
-from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
+from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
-Read = TypeVar("Read")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+TOP = 3
+"""The number of the likeliest answers that are shown."""
 MOST_WORDS = 10
 """The most unknown words or ignored tokens that are listed one by one."""
+MOST_NODES = 200
+"""The most functions of a program that is drawn; a larger picture would be illegible."""
+PUNCTUATION = ("", ";", ",")
+"""Tokens of questions that are not words."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """A question as tokens of a vocabulary.
-
-    Attributes:
-        text: the question as it was asked.
-        indices: `<START>`, its words, `<END>`, as `iep-preprocess` encodes them.
-        unknown: the words that are not in the vocabulary, each once, with the nearest known word or None.
-    """
+    """A question as tokens of a vocabulary."""
 
     text: str
     indices: tuple[int, ...]
+    """`<START>`, its words, `<END>`, as `iep-preprocess` encodes them."""
     unknown: tuple[tuple[str, str | None], ...]
+    """The words that are not in the vocabulary, each once, with the nearest known word or None."""
+    is_known: bool
+    """Whether a word is in the vocabulary."""
 
 
 def read_question(text: str, vocab: Vocab) -> Words:
@@ -65,33 +69,9 @@ def read_question(text: str, vocab: Vocab) -> Words:
         raise InputError(f"the question {text!r} has no word")
     unknown = dict.fromkeys(word for word in words if word not in known)
     indices = (known.get(word, UNK) for word in words)
-    return Words(text, (START, *indices, END), tuple((word, nearest_word(word, known)) for word in unknown))
-
-
-def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> list[Read]:
-    """Return `read(text)` for each text.
-
-    Raises:
-        InputError: as `read`, `texts` is a string, or a text is not; of several texts, the failed one is named, such as
-            "question 2" if `what` is "question".
-    """
-    if isinstance(texts, str):
-        raise InputError(f"the {what}s are {texts!r:.60}, expected a list of texts")
-    found = []
-    for number, text in enumerate(texts, start=1):
-        try:
-            if not isinstance(text, str):
-                raise InputError(f"the {what} is {text!r:.60}, expected a text")
-            found.append(read(text))
-        except InputError as error:
-            raise InputError(f"{what} {number}: {error}" if len(texts) > 1 else str(error)) from None
-    return found
-
-
-def some(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """Join the first `most` texts, and add the number of the others."""
-    more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
-    return between.join(texts[:most]) + more
+    is_known = any(word in known and word not in PUNCTUATION for word in words)
+    pairs = tuple((word, nearest_word(word, known)) for word in unknown)
+    return Words(text, (START, *indices, END), pairs, is_known)
 
 
 def nearest_word(word: str, known: Collection[str]) -> str | None:
@@ -133,118 +113,153 @@ def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
     return tuple(known[token] for token in tokens)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The networks' answer to one question.
+def read_each(what: str, given: object, read: Callable[[str], T]) -> list[T]:
+    """Return `read(text)` of a text, or of each text of a list.
 
-    Attributes:
-        question: None if only a program was given.
-        program: (L,) indices of the program's tokens; empty for a baseline.
-        tree: the program's tree, with the nodes marked that the engine does not use; None for a baseline.
-        ranked: all answers and their probabilities, the likeliest first.
-        warning: what the objects of the image say against answers about it, such as that there are none; empty for a
-            familiar image, and for networks whose backbone does not find objects.
+    Args:
+        what: the kind of text for messages, such as "question".
+
+    Raises:
+        InputError: `given` is neither a text nor a list of texts, or `read` fails. Of several texts, the message names
+            the failed one, such as "question 2".
     """
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple):
+        raise InputError(f"the {what} is {given!r:.60}, expected a text or a list of texts")
+    results = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            if not isinstance(text, str):
+                raise InputError(f"the {what} is {text!r:.60}, expected a text")
+            results.append(read(text))
+        except InputError as error:
+            raise InputError(f"{what} {number}: {error}" if len(texts) > 1 else str(error)) from None
+    return results
 
-    question: Words | None
-    program: tuple[int, ...]
-    tree: ProgramTree | None
-    ranked: tuple[tuple[str, float], ...]
-    warning: str = ""
 
-    def __str__(self) -> str:
-        """Return the question, the likeliest answers, the program as a tree and the warning."""
-        return describe(self, top=3) + f"\n  {self.warning}" * bool(self.warning)
+@dataclass(frozen=True, eq=False)
+class SeenImage:
+    """An image as networks read it, which `Model.see` returns. Each is None for a baseline that reads no image."""
 
-
-@dataclass(frozen=True)
-class Asker:
-    """Networks with their vocabulary, and the features of one image that they answer questions about."""
-
-    predictor: Predictor
-    vocab: Vocab
-    features: Tensor | None
-    """(1, C, H, W) of the image; None for a baseline that reads no image."""
-    device: torch.device
-    found: FoundObjects | None = None
-    """The objects of the image; None if the backbone does not find objects."""
+    pixels: Image.Image | None
+    features_1CHW: Tensor | None
+    found: FoundObjects | None
+    """The objects in the image; None if the backbone does not find objects."""
 
     @property
     def warning(self) -> str:
         """The warning of each answer about the image."""
         return "" if self.found is None else self.found.warning
 
-    def ask(self, questions: Sequence[str]) -> list[Answer]:
-        """Answer questions by the programs that the generator predicts, or by a baseline.
 
-        Raises:
-            InputError: a question is empty or not text, or its logits are not finite.
+@dataclass(frozen=True, repr=False)
+class Answer:
+    """The networks' answer to a question, or the result of a program.
+
+    Attributes:
+        question: None if only a program was given.
+        unknown: the words of the question that are not in the vocabulary, each with the nearest known word or None.
+        probabilities: the probability of each possible answer, the likeliest first.
+        indices: (L,) the program's tokens as predicted or given; empty for a baseline.
+        tree: the program's tree, with the nodes marked that the engine does not use; None for a baseline.
+        seen: the image.
+        engine: the engine that ran the program; None for a baseline.
+    """
+
+    question: str | None
+    unknown: tuple[tuple[str, str | None], ...]
+    probabilities: dict[str, float]
+    indices: tuple[int, ...]
+    tree: ProgramTree | None
+    seen: SeenImage = field(compare=False)
+    engine: ExecutionEngine | None = field(compare=False)
+
+    @property
+    def answer(self) -> str:
+        """The likeliest answer, such as "yes", "3" or "cyan"."""
+        return next(iter(self.probabilities))
+
+    @property
+    def probability(self) -> float:
+        """The probability of the likeliest answer."""
+        return self.probabilities[self.answer]
+
+    @property
+    def program(self) -> str | None:
+        """The program that ran, as `Model.ask` takes it; None for a baseline."""
+        return None if self.tree is None else " ".join(tokens_run(self.tree))
+
+    @property
+    def warning(self) -> str:
+        """What the objects in the image say against answers about it, such as that there are none.
+
+        It is empty for a familiar image, and for networks whose backbone does not find objects.
         """
-        words = read_each("question", questions, lambda text: read_question(text, self.vocab))
-        if not words:
-            return []
-        questions_BT = _padded([question.indices for question in words]).to(self.device)
-        with torch.inference_mode():
-            programs_BL = self.predictor.programs(self._batch(questions_BT))
-        return self._answers(words, questions_BT, programs_BL)
+        return self.seen.warning
 
-    def run(self, programs: Sequence[str], questions: Sequence[str] = ()) -> list[Answer]:
-        """Run programs, each given as prefix tokens separated by spaces.
+    def __repr__(self) -> str:
+        asked = "" if self.question is None else f" to {self.question!r}"
+        return f"<Answer {self.answer!r} ({100 * self.probability:.1f}%){asked}>"
+
+    def __str__(self) -> str:
+        """Return the question, the likeliest answers, the program as a tree and the warning."""
+        return describe(self) + f"\n  {self.warning}" * bool(self.warning)
+
+    def draw(self, path: Path | str | None = None, saliency: str = DEFAULT_SALIENCY, top: int = TOP) -> "Figure":
+        """Draw the image, the likeliest answers, and the program's tree with the map of each function.
 
         Args:
-            questions: the question of each program, or nothing.
+            path: a file to write, completely or not at all, in the format of its ending, such as .png, .svg or .pdf;
+                None to write none.
+            saliency: the map of a function: `norm`, its attention or the norm of its output, or `gradient`, the norm of
+                the gradient of the answer's score with respect to its output.
+            top: the number of the likeliest answers to show.
+
+        Returns:
+            a figure of matplotlib, which a notebook displays.
 
         Raises:
-            InputError: as `read_program` and `read_question`, or the logits of a program are not finite.
+            InputError: a baseline answered, the program is too large to be drawn, `saliency` is unknown, or the ending
+                of `path` is not that of a format.
+            OSError: the file cannot be written.
         """
-        own = self.predictor.engine.module_set
-        rows = read_each("program", programs, lambda text: read_program(text, self.vocab, own))
-        words = read_each("question", questions, lambda text: read_question(text, self.vocab)) or [None] * len(programs)
-        if not rows:
-            return []
-        programs_BL = _padded(rows).to(self.device)
-        return self._answers(words, programs_BL, programs_BL)
+        from iep.asking.picture import draw_answer  # matplotlib takes a second
 
-    @torch.inference_mode()
-    def _answers(
-        self, questions: Sequence[Words | None], questions_BT: Tensor, programs_BL: Tensor | None
-    ) -> list[Answer]:
-        """Answer questions by a baseline, or by an engine, which does not read `questions_BT`."""
-        logits_BA = self.predictor.logits(self._batch(questions_BT), programs_BL)
-        names = [f"question {given.text!r}" if given else f"program {n}" for n, given in enumerate(questions, start=1)]
-        programs = [()] * len(questions) if programs_BL is None else programs_BL.tolist()
-        answers = []
-        for question, program_L, values_A, indices_A in zip(
-            questions, programs, *ranked(logits_BA, names.__getitem__), strict=True
-        ):
-            pairs = zip(indices_A.tolist(), values_A.tolist(), strict=True)
-            likeliest = tuple((self.vocab.answer[index], value) for index, value in pairs)
-            tokens = [self.vocab.program[token] for token in program_L]
-            tree = tree_run(tokens, self.predictor.engine.module_set) if tokens else None
-            answers.append(Answer(question, tuple(program_L), tree, likeliest, self.warning))
-        return answers
+        maps, likeliest = self.maps(saliency), list(self.probabilities.items())[:top]
+        colours = f"Colours: {SALIENCY[saliency]}."
+        return draw_answer(
+            path, self.question or "", self.seen.pixels, likeliest, self.tree, maps, _warnings(self), colours
+        )
 
-    def _batch(self, questions_BT: Tensor) -> Batch:
-        """Return a minibatch of questions about the image."""
-        rows_B = torch.zeros(len(questions_BT), dtype=torch.long)
-        return Batch(rows_B, questions_BT, None, None, self.features, rows_B.numpy())
+    def maps(self, saliency: str = DEFAULT_SALIENCY) -> list[Tensor]:
+        """Run the program once more, and return the map (H, W) of each node of `tree`, from 0 to 1.
+
+        The maps of nodes that the answer does not depend on are 0.
+
+        Raises:
+            InputError: as `draw`.
+        """
+        if saliency not in SALIENCY:
+            raise InputError(f"saliency is {saliency!r}, expected one of {', '.join(SALIENCY)}")
+        if self.tree is None:
+            raise InputError("a baseline runs no program that could be drawn")
+        if len(self.tree.nodes) > MOST_NODES:
+            raise InputError(
+                f"a program of {len(self.tree.nodes)} functions is not drawn, expected {MOST_NODES} at most"
+            )
+        traced = trace(self.engine, self.seen.features_1CHW, self.indices)
+        pairs = zip(unit_maps(traced, saliency), self.tree.nodes, strict=True)
+        return [map_HW * (not node.unused) for map_HW, node in pairs]
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the rows as one matrix (B, longest row), padded with `<NULL>` on the right."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=NULL)
-
-
-def describe(answer: Answer, top: int, picture: Path | None = None, with_question: bool = True) -> str:
+def describe(answer: Answer, top: int = TOP, picture: Path | None = None, with_question: bool = True) -> str:
     """Return text with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
-    lines = [answer.question.text] if answer.question and with_question else []
-    unknown = answer.question.unknown if answer.question else ()
-    for word, near in unknown[:MOST_WORDS]:
-        hint = f"; the nearest known word is {near!r}" if near else ""
-        lines.append(f"  {word!r} is not in the vocabulary and is read as <UNK>{hint}")
-    if len(unknown) > MOST_WORDS:
-        lines.append(f"  and {len(unknown) - MOST_WORDS} more words are read as <UNK>")
-    best, *others = (f"{name} {100 * probability:.1f}%" for name, probability in answer.ranked[:top])
+    lines = [answer.question] if answer.question and with_question else []
+    for word, near in answer.unknown[:MOST_WORDS]:
+        lines.append(f"  {unknown_word(word, near)}")
+    if len(answer.unknown) > MOST_WORDS:
+        lines.append(f"  and {len(answer.unknown) - MOST_WORDS} more words are read as <UNK>")
+    best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(answer.probabilities.items())[:top])
     lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
     if answer.tree is not None:
         lines += [f"  {line}" for line in tree_lines(answer.tree, named)]
@@ -255,7 +270,13 @@ def describe(answer: Answer, top: int, picture: Path | None = None, with_questio
     return "\n".join(lines)
 
 
-def to_json(answer: Answer, top: int, program_tokens: Sequence[str], picture: Path | None = None) -> dict[str, Any]:
+def unknown_word(word: str, near: str | None) -> str:
+    """Return a line about a word that is not in the vocabulary."""
+    hint = f"; the nearest known word is {near!r}" if near else ""
+    return f"{word!r} is not in the vocabulary and is read as <UNK>{hint}"
+
+
+def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict[str, Any]:
     """Return the object that `--json` prints, without the keys of unknown values.
 
     `program` is the predicted program as in predictions.jsonl. `run` is the program that was run, with `scene` in the
@@ -263,13 +284,33 @@ def to_json(answer: Answer, top: int, program_tokens: Sequence[str], picture: Pa
     """
     content: dict[str, Any] = {}
     if answer.question is not None:
-        unknown = [word for word, _ in answer.question.unknown]
-        content |= {"question": answer.question.text, "unknown_words": unknown}
-    content["answers"] = [{"answer": name, "probability": round(value, 6)} for name, value in answer.ranked[:top]]
+        content |= {"question": answer.question, "unknown_words": [word for word, _ in answer.unknown]}
+    likeliest = list(answer.probabilities.items())[:top]
+    content["answers"] = [{"answer": name, "probability": round(share, 6)} for name, share in likeliest]
     if answer.tree is not None:
-        content |= {"program": content_tokens(answer.program, program_tokens), "run": tokens_run(answer.tree)}
+        predicted = content_tokens(answer.indices, answer.engine.program_tokens)
+        content |= {"program": predicted, "run": tokens_run(answer.tree)}
     if answer.warning:
         content["warning"] = answer.warning
     if picture is not None:
         content["picture"] = str(picture)
     return content
+
+
+def _warnings(answer: Answer) -> list[str]:
+    """Return what a picture says about an unusual image, unknown words, and unused parts of the program."""
+    unknown = [f"'{word}'" for word, _ in answer.unknown]
+    reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
+    warned = [
+        ("", [answer.warning] * bool(answer.warning), ""),
+        (f"unknown word{'s' * (len(unknown) > 1)}: ", unknown, ", "),
+        ("", reasons, "; "),
+        ("ignored after the program's tree: ", answer.tree.ignored, " "),
+    ]
+    return [before + _some(texts, between) for before, texts, between in warned if texts]
+
+
+def _some(texts: Sequence[str], between: str) -> str:
+    """Join the first texts, and add the number of the others."""
+    more = f"{between}and {len(texts) - MOST_WORDS} more" if len(texts) > MOST_WORDS else ""
+    return between.join(texts[:MOST_WORDS]) + more

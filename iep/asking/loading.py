@@ -1,6 +1,9 @@
-"""Checkpoints -> a `Model`, and with an image, an `Asker`: the networks and the features of the image.
+"""Checkpoints -> a `Model`, which answers questions about images in Python, for the command and for the page.
 
-The features are computed in the way that the checkpoint records for its training data, or else in the likeliest way.
+The features of an image are computed in the way that the checkpoint records for its training data, or else in the
+likeliest way. Questions that are asked together run as one minibatch.
+
+Shapes: B questions, T question tokens, L program tokens, C H W features, A answers.
 """
 
 import re
@@ -13,15 +16,19 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from iep.asking.answers import Answer, Asker
+from iep.asking.answers import Answer, SeenImage, Words, read_each, read_program, read_question
 from iep.config import Evaluation
+from iep.data.datasets import Batch
 from iep.errors import InputError
-from iep.evaluation.predict import Predictor
+from iep.evaluation.predict import Predictor, ranked
 from iep.evaluation.symbolic import scene_of
+from iep.execution_engine.roles import tree_run
 from iep.models.build import (
     BASELINES,
     FEATURE_SIDES,
@@ -34,20 +41,19 @@ from iep.models.build import (
     unpack,
 )
 from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
-from iep.models.weights import WEIGHTS, save_weights
+from iep.models.weights import DEFAULT, SAFETENSORS, WEIGHTS, save_weights
 from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
 from iep.runtime.devices import resolve_device
 from iep.synth.world import ATTRIBUTES
-from iep.vocab import Vocab
+from iep.vocab import NULL, Vocab
 
 DTYPES = ("float32", "float16")
-DEFAULT = Path(__file__).with_name("default.safetensors")
-"""The networks that come with the package; docs/results.md says how they were trained."""
+ImageLike = Path | str | Image.Image | np.ndarray | Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """Networks that answer questions about images, and how the features of an image are computed."""
 
@@ -61,36 +67,125 @@ class Model:
     """The dtype of the features."""
     device: torch.device
 
+    def __repr__(self) -> str:
+        found = f"{str(self.path)!r}, networks={[*self._networks]}, backbone={self.backbone}"
+        return f"Model({found}, device={str(self.device)!r})"
+
+    @property
+    def _networks(self) -> dict[str, nn.Module]:
+        """The networks by name, the one that answers last."""
+        own = self.predictor
+        if own.baseline is not None:
+            return {name_of(own.baseline): own.baseline}
+        return {"engine": own.engine} if own.generator is None else {"generator": own.generator, "engine": own.engine}
+
     @staticmethod
     def from_pretrained(name: Path | str, **options: Any) -> "Model":
         """Load networks as `iep.load` does; this is the name that other libraries of the Hub use."""
         return load(name, **options)
 
-    def about(self, image: Path | str | Image.Image | None) -> Asker:
-        """Return an `Asker` for one image, whose features are computed once; None for a baseline that reads no image.
+    def see(self, image: ImageLike | None) -> SeenImage:
+        """Compute the features of an image, which `ask` and `objects` take in place of the image.
 
         Args:
-            image: a file, or an image of Pillow.
+            image: a file; an image of Pillow; an array (H, W, 3) of uint8; or a tensor (3, H, W) of uint8, or of
+                numbers from 0 to 1. None for a baseline that reads no image.
 
         Raises:
-            InputError: the image cannot be used, is missing, or is neither a path nor an image of Pillow.
+            InputError: the image cannot be used, is missing, or is of another type.
         """
         if self.backbone is None:
-            return Asker(self.predictor, self.vocab, None, self.device)
+            return SeenImage(None, None, None)
         if image is None:
             raise InputError(f"{self.path}: needs an image, and there is none")
-        source = _source(image)
-        open_image(source)  # an unusable file is an error before weights are downloaded
-        features_1CHW, found = image_features(source, self.backbone, self.dtype, self.device)
-        network = self.predictor.baseline or self.predictor.engine
-        check_features(network, features_1CHW.shape[1:], f"{image}, by {_describe(self.backbone)}")
-        return Asker(self.predictor, self.vocab, features_1CHW.to(self.device), self.device, found)
+        pixels = _opened(image)
+        features_1CHW, found = image_features(pixels, self.backbone, self.dtype, self.device)
+        network, name = [*self._networks.values()][-1], image if isinstance(image, str | PathLike) else "the image"
+        check_features(network, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
+        return SeenImage(pixels, features_1CHW.to(self.device), found)
 
-    def objects(self, image: Path | str | Image.Image) -> list[dict[str, Any]]:
-        """Return the objects that the backbone finds in an image.
+    def ask(
+        self,
+        image: ImageLike | SeenImage | None,
+        question: str | Sequence[str] | None = None,
+        *,
+        program: str | Sequence[str] | None = None,
+    ) -> Answer | list[Answer]:
+        """Answer a question about an image, or a list of questions, which run as one minibatch.
 
         Args:
-            image: a file, or an image of Pillow.
+            image: an image as for `see`, or the result of `see`, whose features are not computed again.
+            question: a question or a list of questions.
+            program: a program to run as it is in place of a predicted one, or a list of programs: prefix tokens
+                separated by spaces, such as "count filter_color[red] scene". Its question need not be given.
+
+        Returns:
+            the answer; of a list of questions or programs, a list of answers.
+
+        Raises:
+            InputError: the image, a question or a program cannot be used; there is neither a question nor a program, or
+                another number of questions than of programs; or there is no generator and no program, or a program for
+                a baseline.
+        """
+        words = None if question is None else read_each("question", question, lambda text: self._words(text, program))
+        if program is None:
+            if words is None:
+                raise InputError("there is neither a question nor a program; give one of them")
+            self.check_answers()
+            rows, is_one = [each.indices for each in words], isinstance(question, str)
+        else:
+            if self.predictor.engine is None:
+                raise InputError(f"{self.path}: a baseline runs no program")
+            own = self.predictor.engine.module_set
+            rows = read_each("program", program, lambda text: read_program(text, self.vocab, own))
+            if words is not None and len(words) != len(rows):
+                raise InputError(f"{len(words)} questions for {len(rows)} programs: give as many, or none")
+            is_one = isinstance(program, str)
+        seen = image if isinstance(image, SeenImage) else self.see(image)
+        answers = self._answers(seen, words or [None] * len(rows), rows, program is not None) if rows else []
+        return answers[0] if is_one else answers
+
+    def check_answers(self) -> None:
+        """Check that questions can be answered without programs.
+
+        Raises:
+            InputError: there is an engine without a program generator.
+        """
+        if self.predictor.baseline is None and self.predictor.generator is None:
+            raise InputError(f"{self.path}: holds no program generator; give that of another run as pg (--pg CKPT)")
+
+    def _words(self, text: str, program: object) -> Words:
+        """Return a question as tokens; a question that is asked without its program needs a known word."""
+        words = read_question(text, self.vocab)
+        if program is None and not words.is_known:
+            raise InputError(f"the question {words.text!r} has no word of the vocabulary")
+        return words
+
+    @torch.inference_mode()
+    def _answers(
+        self, seen: SeenImage, words: Sequence[Words | None], rows: Sequence[Sequence[int]], are_programs: bool
+    ) -> list[Answer]:
+        """Return the answers of `rows`, tokens of questions or of programs, about one image."""
+        rows_BT = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=NULL)
+        rows_BT, image_rows_B = rows_BT.to(self.device), torch.zeros(len(rows), dtype=torch.long)
+        batch = Batch(image_rows_B, rows_BT, None, None, seen.features_1CHW, image_rows_B.numpy())
+        programs_BL = rows_BT if are_programs else self.predictor.programs(batch)
+        logits_BA = self.predictor.logits(batch, programs_BL)
+        names = [f"question {given.text!r}" if given else f"program {n}" for n, given in enumerate(words, start=1)]
+        programs = [()] * len(rows) if programs_BL is None else programs_BL.tolist()
+        answers, engine = [], self.predictor.engine
+        for given, program_L, shares_A, indices_A in zip(
+            words, programs, *(each.tolist() for each in ranked(logits_BA, names.__getitem__)), strict=True
+        ):
+            probabilities = {self.vocab.answer[index]: share for index, share in zip(indices_A, shares_A, strict=True)}
+            tokens = [self.vocab.program[token] for token in program_L]
+            tree = None if engine is None else tree_run(tokens, engine.module_set)
+            text, unknown = (None, ()) if given is None else (given.text, given.unknown)
+            answers.append(Answer(text, unknown, probabilities, tuple(program_L), tree, seen, engine))
+        return answers
+
+    def objects(self, image: ImageLike | SeenImage) -> list[dict[str, Any]]:
+        """Return the objects that the backbone finds in an image, which is as for `ask`.
 
         Returns:
             the objects as in a scenes file of CLEVR: `size`, `color`, `material` and `shape`; `pixel_coords`, the
@@ -102,20 +197,12 @@ class Model:
         """
         if not isinstance(self.backbone, Scenes):
             raise InputError(f"{self.path}: only the backbone synth finds objects, which these networks do not have")
-        found = self.about(image).found
-        objects = scene_of(found, open_image(_source(image)).size)["objects"]
-        for each, confidence_A in zip(objects, found.confidence_NA.tolist(), strict=True):
+        seen = image if isinstance(image, SeenImage) else self.see(image)
+        objects = scene_of(seen.found, seen.pixels.size)["objects"]
+        for each, confidence_A in zip(objects, seen.found.confidence_NA.tolist(), strict=True):
             del each["rotation"]  # the backbone does not find it
             each["confidence"] = dict(zip(ATTRIBUTES, confidence_A, strict=True))
         return objects
-
-    def ask(self, image: Path | str | Image.Image | None, question: str) -> Answer:
-        """Return the answer to a question about an image. `print` shows it with its program and other answers.
-
-        Raises:
-            InputError: the image or the question cannot be used.
-        """
-        return self.about(image).ask([question])[0]
 
     def save(self, directory: Path | str, half: bool = False) -> None:
         """Write `best.safetensors` and `config.json` with all networks into a directory, from which `iep.load` reads.
@@ -129,10 +216,7 @@ class Model:
         """
         if checkpoints(Path(directory)):
             raise InputError(f"{directory}: already holds a run; choose another directory")
-        found = {"generator": self.predictor.generator, "engine": self.predictor.engine}
-        networks = {name: network for name, network in found.items() if network is not None}
-        if self.predictor.baseline is not None:
-            networks = {name_of(self.predictor.baseline): self.predictor.baseline}
+        networks = self._networks
         recipe, packed = next(reversed(networks.values())).recipe, pack(networks)
         content = {"networks": packed, "features": recipe, "vocab": self.vocab.to_json()}
         save_weights(Path(directory), content, half)
@@ -159,15 +243,30 @@ class Model:
         return str(address)
 
 
-def _source(image: Path | str | Image.Image) -> Path | Image.Image:
-    """Return the path or the image of Pillow that a user gave.
+def _opened(image: ImageLike) -> Image.Image:
+    """Return an image as RGB.
 
     Raises:
-        InputError: it is neither.
+        InputError: the file cannot be read, or the image is of another type than `Model.see` takes.
     """
-    if not isinstance(image, str | PathLike | Image.Image):
-        raise InputError(f"the image is of type {type(image).__name__}, expected a path or an image of Pillow")
-    return Path(image) if isinstance(image, str) else image
+    if isinstance(image, str | PathLike | Image.Image):
+        return open_image(Path(image) if isinstance(image, str) else image)
+    kind, pixels_HWC = type(image).__name__, image
+    if isinstance(image, Tensor) and image.ndim == 3 and (image.dtype == torch.uint8 or image.is_floating_point()):
+        pixels_CHW = image.detach().cpu()
+        if image.is_floating_point() and pixels_CHW.numel() and 0 <= pixels_CHW.min() <= pixels_CHW.max() <= 1:
+            pixels_CHW = (255 * pixels_CHW.float()).round().to(torch.uint8)
+        pixels_HWC = pixels_CHW.permute(1, 2, 0).numpy()
+    if isinstance(image, Tensor | np.ndarray):
+        kind = f"{kind} {tuple(image.shape)} of {str(image.dtype).removeprefix('torch.')}"
+    if not isinstance(pixels_HWC, np.ndarray) or pixels_HWC.dtype != np.uint8 or pixels_HWC.shape[2:] != (3,):
+        raise InputError(
+            f"the image is of type {kind}, expected a path, an image of Pillow, an array (H, W, 3) of uint8, or a "
+            "tensor (3, H, W) of uint8 or of numbers from 0 to 1"
+        )
+    if not pixels_HWC.size:
+        raise InputError(f"the image has no pixels: it is of type {kind}")
+    return Image.fromarray(pixels_HWC)
 
 
 CARD = """---
@@ -182,41 +281,92 @@ import iep
 print(iep.load("{name}").ask("image.png", "How many red things are there?"))
 ```
 """
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"(\w[\w.-]*)/\w[\w.-]*")
+"""The name of a repository, such as `user/name`; no part begins with a dot, as in a path."""
 
 
 def load(
-    name: Path | str = DEFAULT, pg: Path | str | None = None, device: str = "auto", modules: str | None = None
+    name: Path | str = DEFAULT,
+    pg: Path | str | None = None,
+    device: str = "auto",
+    modules: str | None = None,
+    *,
+    backbone: Backbone | None = None,
+    weights: str | None = None,
+    beam_size: int = Evaluation.beam_size,
+    max_program_length: int = Evaluation.max_program_length,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Model:
     """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
 
     Args:
         name: a run directory, a checkpoint, or the name `user/name` of a repository on the Hugging Face Hub. It holds a
-            baseline or an execution engine, and with it perhaps a program generator. The default are the networks
-            that come with the package, which were trained on generated images of CLEVR's difficulty.
-        pg: the same for the program generator, if `name` does not hold one.
+            baseline or an execution engine, and with it perhaps a program generator. `default` are the networks that
+            come with the package, which were trained on generated images of CLEVR's difficulty.
+        pg: the same for the program generator, if `name` does not hold one. Without any, programs can be run, but no
+            questions answered.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
         modules: the class of another package, such as `mypackage.modules:Gated`, that the engine's set of modules is.
             The checkpoint names it too, but its code is executed only if it is given here.
+        backbone: the backbone of `iep.preprocess.backbones`, if the checkpoint does not record which one made its
+            features; None for the likeliest one.
+        weights: a file with the weights of the recorded or the likeliest backbone, if it needs one.
+        beam_size: the beam size for decoding programs; 1 decodes greedily.
+        max_program_length: the number of tokens after which decoding stops.
+        say: a function that receives a line for each assumption about the backbone.
 
     Raises:
-        InputError: a checkpoint cannot be used, two of them do not fit together, there is no generator, `pg` or
-            `modules` is given for a baseline, or `modules` differs from the checkpoint's.
+        InputError: a checkpoint cannot be used, two of them do not fit together, an argument does not apply to the
+            networks, or `modules` differs from the checkpoint's.
     """
-    return load_model(_local(name), pg=None if pg is None else _local(pg), device=device, modules=modules)
+    path, of_pg, on = _local(name), None if pg is None else _local(pg), resolve_device(device)
+    held = load_checkpoint(path, PARTS_OF_A_MODEL)
+    vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
+    own = next((each for each in ("engine", *BASELINES) if each in held["networks"]), "engine")
+    if own != "engine" and (pg is not None or modules is not None):
+        raise InputError(f"{path}: a baseline runs no program; {'modules' if pg is None else 'pg'} does not apply")
+    answering = place(unpack(held, own, path, modules), on).eval()
+    networks = {"engine" if own == "engine" else "baseline": answering}
+    if own == "engine" and (of_pg is not None or "generator" in held["networks"]):
+        source = of_pg or path
+        of_generator = held if source == path else load_checkpoint(source, PARTS_OF_A_MODEL)
+        networks["generator"] = place(unpack(of_generator, "generator", source), on).eval()
+        trained = Vocab.from_json(of_generator["vocab"], f"{source} (vocabulary)")
+        vocab = Vocab(trained.question, vocab.program, vocab.answer)
+        check_vocab(trained, vocab, "generator", source, engine=path)
+    dtype = "float32"
+    if own not in FEATURE_SIDES:
+        if backbone is not None or weights is not None:
+            raise InputError(
+                f"{path}: reads no image; {'weights' if backbone is None else 'a backbone'} does not apply"
+            )
+    elif answering.recipe:
+        if backbone is not None:
+            made = f"records how its features were made (by {answering.recipe.get('backbone')})"
+            raise InputError(f"{path}: {made}; another backbone does not apply")
+        backbone, dtype = _recorded_backbone(answering.recipe, path, weights, say)
+    elif backbone is None:
+        backbone = _likely_backbone(answering, path, weights, say)
+    predictor = Predictor(
+        **networks, run_predicted=own == "engine", beam_size=beam_size, max_program_length=max_program_length
+    )
+    return Model(path, predictor, vocab, backbone, dtype, on)
 
 
 def _local(name: Path | str) -> Path:
-    """Return the path of networks: those of the package for `default`, a path, or a download from the Hub."""
+    """Return the path of networks, after a download if `name` is that of a repository on the Hub.
+
+    What looks like a path is not looked up on the Hub: a `Path`, a checkpoint's ending, or an existing directory before
+    the slash.
+    """
     if not isinstance(name, str | PathLike):
         raise InputError(f"{name!r:.60}: expected a path, or a name on the Hugging Face Hub such as user/name")
-    if str(name) == "default" and not Path(name).exists():
-        return DEFAULT
-    if Path(name).exists() or not HUB_NAME.fullmatch(str(name)):
-        return Path(name)
+    path, is_hub_name = Path(name), HUB_NAME.fullmatch(name) if isinstance(name, str) else None
+    if not is_hub_name or path.exists() or path.parent.exists() or path.suffix in (SAFETENSORS, ".pt"):
+        return path
     hub = _hub(f"{name}: not a run here, and")
     try:
-        return Path(hub.hf_hub_download(str(name), WEIGHTS))
+        return Path(hub.hf_hub_download(name, WEIGHTS))
     except Exception as error:  # of requests and of the library, without a common class
         reason = shorten(str(error), 300, placeholder=" ...")
         raise InputError(f"{name}: no such run here, and the Hub has no {WEIGHTS} of this name ({reason})") from None
@@ -231,69 +381,6 @@ def _hub(before: str) -> Any:
     return huggingface_hub
 
 
-def load_model(
-    path: Path,
-    *,
-    device: str,
-    kind: str | None = None,
-    pg: Path | None = None,
-    predicts: bool = True,
-    beam_size: int = Evaluation.beam_size,
-    max_program_length: int = Evaluation.max_program_length,
-    say: Callable[[str], None] = lambda _: None,
-    modules: str | None = None,
-    backbone: Callable[[], Backbone] | None = None,
-    weights: str | None = None,
-    options: Sequence[str] = (),
-) -> Model:
-    """Load the networks, an engine or a baseline, and choose the backbone of images.
-
-    Args:
-        path: the checkpoint or run of an execution engine or a baseline.
-        kind: `engine` or `baseline`, if it must be one of them.
-        pg: the checkpoint or run of a program generator; None for the one that `path` holds.
-        predicts: whether programs are predicted. Without it, no generator is needed.
-        say: a function that receives a line for each assumption.
-        modules: the class of another package that the engine's set of modules is, as for `load`.
-        backbone: returns the backbone to use if the checkpoint does not record one; None for the likeliest one.
-        weights: a file with the weights of the recorded backbone, if it needs one.
-        options: the options of `backbone` that were given, besides `--weights`.
-
-    Raises:
-        InputError: a checkpoint or an option cannot be used, or two of them do not fit together.
-    """
-    on = resolve_device(device)
-    held = load_checkpoint(path, PARTS_OF_A_MODEL)
-    vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
-    baseline = next((name for name in held["networks"] if name in BASELINES), None)
-    kind = kind or ("engine" if "engine" in held["networks"] or baseline is None else "baseline")
-    if kind == "baseline" and (pg is not None or modules is not None):
-        raise InputError(f"{path}: a baseline runs no program; {'modules' if pg is None else 'pg'} does not apply")
-    name = "engine" if kind == "engine" else baseline or kind
-    answering = place(unpack(held, name, path, modules), on).eval()
-    networks = {kind: answering}
-    reads_image = name in FEATURE_SIDES
-    if not reads_image and (given := [*options, *(["--weights"] if weights else [])]):
-        raise InputError(f"{path}: reads no image; {given[0]} does not apply")
-    if kind == "engine" and predicts:
-        if pg is None and "generator" not in held["networks"]:
-            raise InputError(f"{path}: holds no program generator; give that of another run as pg (--pg CKPT)")
-        of_generator = held if pg in (None, path) else load_checkpoint(pg, PARTS_OF_A_MODEL)
-        networks["generator"] = place(unpack(of_generator, "generator", pg or path), on).eval()
-        own = Vocab.from_json(of_generator["vocab"], f"{pg or path} (vocabulary)")
-        vocab = Vocab(own.question, vocab.program, vocab.answer)
-        check_vocab(own, vocab, "generator", pg or path, engine=path)
-    chosen, dtype = None, "float32"
-    if reads_image and answering.recipe:
-        chosen, dtype = _recorded_backbone(answering.recipe, path, weights, options, say)
-    elif reads_image:
-        chosen = backbone() if backbone else _likely_backbone(answering, path, say)
-    predictor = Predictor(
-        **networks, run_predicted=kind == "engine", beam_size=beam_size, max_program_length=max_program_length
-    )
-    return Model(path, predictor, vocab, chosen, dtype, on)
-
-
 def _describe(backbone: Backbone) -> str:
     """Return the settings of a backbone as text."""
     if isinstance(backbone, Patches):
@@ -305,16 +392,13 @@ def _describe(backbone: Backbone) -> str:
 
 
 def _recorded_backbone(
-    recipe: Mapping[str, object], path: Path, weights: str | None, options: Sequence[str], say: Callable[[str], None]
+    recipe: Mapping[str, object], path: Path, weights: str | None, say: Callable[[str], None]
 ) -> tuple[Backbone, str]:
     """Return the backbone and the dtype of the features that the `recipe` of a checkpoint records.
 
     Raises:
-        InputError: the recipe cannot be followed or contradicts the options.
+        InputError: the recipe cannot be followed.
     """
-    if options:
-        name = recipe.get("backbone")
-        raise InputError(f"{path}: records how its features were made (by {name}); {options[0]} does not apply")
     dtype = str(recipe.get("dtype", "float32"))
     if dtype not in DTYPES:
         raise InputError(f"{path}: features of dtype {dtype}, expected {' or '.join(DTYPES)}")
@@ -327,13 +411,13 @@ def _recorded_backbone(
     return backbone, dtype
 
 
-def _likely_backbone(network: nn.Module, path: Path, say: Callable[[str], None]) -> Backbone:
+def _likely_backbone(network: nn.Module, path: Path, weights: str | None, say: Callable[[str], None]) -> Backbone:
     """Return patches if the network reads features of their shape, else the backbone of the original toolkit (Johnson
-    et al. 2017, section 4.1)."""
+    et al. 2017, section 4.1), perhaps with the weights of a file."""
     shape = features_shape(network)
     patch = isqrt(shape[0] // 3)
     is_patches = shape == (3 * patch * patch, GRID, GRID)[: len(shape)]
-    backbone = Patches(patch) if is_patches else ResNet()
+    backbone = Patches(patch) if is_patches and weights is None else ResNet(weights=weights or "default")
     say(
         f"{path}: does not record how its features were made; they are assumed to be {_describe(backbone)} (--backbone "
         "and the options after it change this)"

@@ -6,32 +6,32 @@ extra `web` and no network.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from random import Random
 from secrets import randbits
+from textwrap import shorten
 from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported
 
 import gradio as gr
 import numpy as np
-from markupsafe import escape
+from markupsafe import Markup, escape
 from matplotlib.colors import to_hex
 from PIL import Image
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from iep.asking.answers import Answer, Asker
+from iep.asking.answers import Answer, unknown_word
 from iep.asking.loading import Model
 from iep.asking.picture import lit
 from iep.errors import InputError
 from iep.evaluation.question_cards import data_uri
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
-from iep.execution_engine.trace import trace, unit_maps
 from iep.preprocess.images import open_image
-from iep.programs import named, tokens_run, tree_lines
+from iep.programs import named, tree_lines
 from iep.runtime.pictures import HEAT
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import SceneRules, sample_scene
@@ -57,8 +57,24 @@ CSS = f"""
 .maps figure {{ margin: 0 }}
 .maps img {{ width: 100%; display: block }}
 .maps figcaption {{ font-family: monospace }}
+.notes p {{ margin: 0; color: #b03a2e }}
 .scale span {{ display: inline-block; width: 8em; height: 0.8em; background: linear-gradient(90deg, {SCALE}) }}
 """
+
+
+class Page(gr.Blocks):
+    """Blocks that report a malformed request in one line. Gradio would print a traceback for it."""
+
+    async def preprocess_data(self, *arguments: Any, **options: Any) -> Any:
+        """Return the inputs of a function.
+
+        Raises:
+            gr.Error: there are too few inputs, or one is of another type or out of range.
+        """
+        try:
+            return await super().preprocess_data(*arguments, **options)
+        except Exception as error:  # each component raises errors of its own
+            raise gr.Error(shorten(f"malformed request: {error}", 200), print_exception=False) from None
 
 
 def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
@@ -80,26 +96,20 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
     def file_of(image: dict[str, Any] | None) -> Path:
         if not (image and image.get("path")):
             raise InputError("There is no image: choose or generate one.")
-        path = Path(image["path"]).resolve()
+        path = Path(image["path"].replace("\0", "?")).resolve()  # which names no file
         if not path.is_relative_to(directory):
             raise InputError("This page has no such image: upload, choose or generate one.")
         return path
 
     def ask(image: dict[str, Any] | None, question: str) -> tuple[Any, ...]:
         """Answer a question about an image (a file) by a predicted program."""
-        with _told():
-            path = file_of(image)
-            asker = model.about(path)
-            return _shown(asker, asker.ask([question])[0], path)
+        return _shown(model.ask(file_of(image), _text("question", question)))
 
     def run(image: dict[str, Any] | None, program: str) -> tuple[Any, ...]:
         """Run a program, as prefix tokens separated by spaces, on an image (a file)."""
-        with _told():
-            path = file_of(image)
-            asker = model.about(path)
-            return _shown(asker, asker.run([program])[0], path)
+        return _shown(model.ask(file_of(image), program=_text("program", program)))
 
-    with gr.Blocks(title="iep") as page:
+    with Page(title="iep") as page:
         gr.Markdown("# Ask about an image of CLEVR's world")
         with gr.Row():
             with gr.Column(min_width=300):
@@ -108,6 +118,7 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
                     objects = gr.Slider(3, 10, 6, step=1, label="Objects", min_width=140)
                     button = gr.Button("Generate an image", min_width=140)
                 question = gr.Textbox(QUESTION, label="Question", submit_btn="Ask")
+                about_question = gr.HTML(elem_classes="notes")
                 if image is not None:
                     examples = [[str(path)] for path in _beside(image)]
                     gr.Examples(examples, shown, label="Other images", examples_per_page=MOST_EXAMPLES)
@@ -117,17 +128,22 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
                     label="Program that ran, as a tree", language=None, interactive=False, show_line_numbers=False
                 )
                 program = gr.Textbox(label="Program in prefix order, to edit and run again", submit_btn="Run")
+                about_program = gr.HTML(elem_classes="notes")
         maps = gr.HTML()
         results = [answers, tree, program, maps]
-        shown.change(lambda: (None, "", "", ""), None, results, api_name=False)
+        shown.change(lambda: (None, *[""] * 5), None, [*results, about_question, about_program], api_name=False)
         button.click(generate, objects, shown, api_name="generate")
         how = {
             "preprocess": False,  # Gradio would open any file that a request names
             "concurrency_id": "model",
             "concurrency_limit": 1,  # maps are found by hooks on shared modules
         }
-        question.submit(ask, [shown, question], results, api_name="ask", **how)
-        program.submit(run, [shown, program], results, api_name="run", **how)
+        outputs = [*results, question, about_question, about_program]
+        question.submit(_beside_field(ask, False), [shown, question], outputs, api_name=False, **how)
+        program.submit(_beside_field(run, True), [shown, program], outputs, api_name=False, **how)
+        for function, box in ((ask, question), (run, program)):  # for programs, which get errors and no notes
+            hidden = gr.Button(visible=False)
+            hidden.click(_told(function), [shown, box], results, api_name=function.__name__, **how)
     return page
 
 
@@ -169,13 +185,51 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
             page.close(verbose=False)
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Show an error that the user can cause on the page."""
-    try:
-        yield
-    except InputError as error:
-        raise gr.Error(str(error), print_exception=False) from None
+Function = Callable[[dict[str, Any] | None, str], tuple[Any, ...]]
+"""An image and a text -> the page's results, and notes about them."""
+
+
+def _text(what: str, value: object) -> str:
+    """Return a text of a request.
+
+    Raises:
+        InputError: it is of another type.
+    """
+    if not isinstance(value, str):
+        raise InputError(f"the {what} is {value!r:.60}, expected a text")
+    return value
+
+
+def _beside_field(function: Function, is_run: bool) -> Function:
+    """Return a function for the page itself, which shows errors and notes beside the field that they are about.
+
+    After an error, what was typed stays. After a program was run, there is no question.
+    """
+
+    @wraps(function)
+    def act(image: dict[str, Any] | None, text: str) -> tuple[Any, ...]:
+        try:
+            *results, notes = function(image, text)
+            question = "" if is_run else gr.skip()
+        except InputError as error:
+            results, notes, question = (None, "", gr.skip(), ""), [str(error)], gr.skip()
+        html = Markup().join(Markup("<p>{}</p>").format(note) for note in notes)
+        return (*results, question, *(("", html) if is_run else (html, "")))
+
+    return act
+
+
+def _told(function: Function) -> Function:
+    """Return a function for other programs, to which Gradio passes an `InputError` on."""
+
+    @wraps(function)
+    def act(image: dict[str, Any] | None, text: str) -> tuple[Any, ...]:
+        try:
+            return function(image, text)[:-1]
+        except InputError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+
+    return act
 
 
 def _beside(image: Path) -> list[Path]:
@@ -184,20 +238,15 @@ def _beside(image: Path) -> list[Path]:
     return sorted(path for path in alike if path.is_file())[:MOST_EXAMPLES]
 
 
-def _shown(asker: Asker, answer: Answer, image: Path) -> tuple[Any, ...]:
-    """Return the values of the page's results: probabilities, the program's tree, its tokens, and maps."""
-    for word, near in answer.question.unknown if answer.question else ():
-        gr.Warning(f"{word!r} is not a known word" + (f"; the nearest one is {near!r}" if near else ""))
-    if answer.warning:
-        gr.Warning(answer.warning)
-    engine = asker.predictor.engine
-    picture, maps = open_image(image), []
+def _shown(answer: Answer) -> tuple[Any, ...]:
+    """Return the page's results: probabilities, the program's tree, its tokens, and maps; and notes as a list."""
+    notes = [unknown_word(word, near) for word, near in answer.unknown] + [answer.warning] * bool(answer.warning)
+    picture, maps = answer.seen.pixels.copy(), []
     picture.thumbnail(SIZE)
-    traced = trace(engine, asker.features, answer.program)
-    for node, map_HW in zip(traced.tree.nodes, unit_maps(traced), strict=True):
-        if engine.module_set.role(node.token) is None:
+    for node, map_HW in zip(answer.tree.nodes, answer.maps(), strict=True):
+        if answer.engine.module_set.role(node.token) is None:
             continue
         uri = data_uri(Image.fromarray((255 * lit(picture, map_HW)).astype(np.uint8)))
         maps.append(f'<figure><img src="{uri}" alt=""><figcaption>{escape(named(node))}</figcaption></figure>')
     tree = "\n".join(tree_lines(answer.tree, named))
-    return dict(answer.ranked), tree, " ".join(tokens_run(answer.tree)), MAPS.format("".join(maps))
+    return dict(answer.probabilities), tree, answer.program, MAPS.format("".join(maps)), notes

@@ -2,43 +2,29 @@
 
 The left column holds the question, the image, the likeliest answers and notes. On the right is the program's tree with
 its root at the top: each function is a copy of the image with the function's saliency or attention map over it, and its
-name beside it. The picture is as large as the tree needs. Texts are drawn in installed fonts that together have
-their characters; whether a font suits the language is not checked.
+name beside it. The picture is as large as the tree needs.
 
 Shapes: C H W maps; H W pixels of an image or cells of a map.
 """
 
-import logging
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Rectangle
 from matplotlib.textpath import TextToPath
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from iep.asking.answers import MOST_WORDS, Answer, Asker, some
 from iep.errors import InputError
-from iep.execution_engine.choices import SALIENCY
-from iep.execution_engine.trace import trace, unit_maps
-from iep.preprocess.images import open_image
 from iep.programs import NOT_USED, Node, ProgramTree
 from iep.runtime.pictures import DPI, HEAT, save
 
-USUAL = "sans-serif"
-_NO_TEXT = ("Last Resort", "STIXNonUnicode", "STIXSize", "cm")
-"""Prefixes of the names of matplotlib's fonts whose glyphs do not look like their characters."""
-MOST_NODES = 200
-"""The most functions of a program that is drawn; a larger picture would be illegible."""
 PIXELS = 2**25
 """The most pixels of a picture; a larger one is drawn at a lower resolution."""
 QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
@@ -62,9 +48,6 @@ PROPORTIONS = 0.5, 2.0
 
 Measure = Callable[[str], float]
 """A function from a line of text to its width."""
-
-# matplotlib warns about fonts without bold glyphs, although it uses others for them.
-logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
 class Box(NamedTuple):
@@ -194,81 +177,59 @@ def tree_columns(arguments: Sequence[Sequence[int]]) -> list[float]:
     return [leaves - 1 - column for column in columns]
 
 
-def fonts_for(text: str) -> tuple[list[str], str]:
-    """Return the names of fonts, the usual one first, that have all characters, and the characters that none has."""
-    names, missing = [USUAL], {letter for letter in text if not letter.isspace()} - _letters(USUAL)
-    others = sorted({entry.name for entry in fontManager.ttflist if not entry.name.startswith(_NO_TEXT)})
-    for name in others if missing else ():
-        if found := missing & _letters(name):
-            names.append(name)
-            missing -= found
-    return names, "".join(sorted(missing))
-
-
-@cache
-def _letters(name: str) -> frozenset[str]:
-    """Return the characters that a font has in normal and in bold."""
-    fonts = (get_font(findfont(FontProperties(family=[name], weight=weight))) for weight in ("normal", "bold"))
-    return frozenset.intersection(*(frozenset(map(chr, font.get_charmap())) for font in fonts))
-
-
-def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, saliency: str, top: int) -> str:
-    """Run the answer's program once more, and draw the saliency of its functions.
+def draw_answer(
+    path: Path | str | None,
+    question: str,
+    image: Image.Image,
+    likeliest: Sequence[tuple[str, float]],
+    tree: ProgramTree,
+    maps: Sequence[Tensor],
+    warned: Sequence[str],
+    colours: str,
+) -> Figure:
+    """Return the picture as a figure.
 
     Args:
-        path: the file, written whole or not at all, in the format of its suffix (.png, .svg, .pdf).
-        image: the image that the question is about.
-        asker: the networks that answered.
-        saliency: the map to draw of each function, a key of `SALIENCY`.
-        top: the number of the likeliest answers to show.
-
-    Returns:
-        the characters that no installed font has; they are drawn as boxes, except in .svg.
+        path: a file to write, completely or not at all, in the format of its ending; None to write none.
+        question: the question; empty if only a program was given.
+        image: the image, RGB.
+        likeliest: the likeliest answers with their probabilities.
+        tree: the program.
+        maps: a map (H, W) from 0 to 1 for each node of the tree.
+        warned: warnings, each of which is a paragraph of the notes.
+        colours: the meaning of the maps, the last paragraph of the notes.
 
     Raises:
-        InputError: the program is too large to be drawn, or the image can no longer be read.
+        InputError: the ending of `path` is not that of a format.
+        OSError: the file cannot be written.
     """
-    nodes = answer.tree.nodes
-    if len(nodes) > MOST_NODES:
-        raise InputError(f"a program of {len(nodes)} functions is not drawn, expected {MOST_NODES} at most")
-    traced = trace(asker.predictor.engine, asker.features, answer.program)
-    # The answer does not depend on unused nodes.
-    maps = [map_HW * (not node.unused) for map_HW, node in zip(unit_maps(traced, saliency), nodes, strict=True)]
-    notes = _notes(answer, saliency)
-    names = (name for name, _ in answer.ranked[:top])
-    fonts, missing = fonts_for("".join([answer.question.text if answer.question else "", *names, *dict(notes)]))
-    with rc_context({"font.family": fonts}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        _draw(path, open_image(image), answer, maps, notes, top)
-    return "" if path.suffix.lower() == ".svg" else missing
-
-
-def _draw(
-    path: Path, image: Image.Image, answer: Answer, maps: Sequence[Tensor], notes: Sequence[tuple[str, str]], top: int
-) -> None:
-    """Lay out and write the picture, with `maps` (H, W) from 0 to 1, and `notes`, texts and their colours."""
-    question = wrapped(answer.question.text if answer.question else "", LEFT, _measure(QUESTION, "bold"))
-    notes = [(line, color) for text, color in notes for line in wrapped(text, LEFT, _measure(NOTE))]
-    labels = [_label(node) for node in answer.tree.nodes]
-    ranked = answer.ranked[:top]
-    arrangement = arrange(answer.tree, labels, _measure(LABEL), image.size, len(question), len(ranked), len(notes))
+    lines = wrapped(question, LEFT, _measure(QUESTION, "bold"))
+    notes = [(line, WARNING) for text in warned for line in wrapped(text, LEFT, _measure(NOTE))]
+    notes += [(line, GREY) for line in wrapped(colours, LEFT, _measure(NOTE))]
+    labels = [_label(node) for node in tree.nodes]
+    arrangement = arrange(tree, labels, _measure(LABEL), image.size, len(lines), len(likeliest), len(notes))
     width, height = arrangement.width + 2 * MARGIN, arrangement.height + 2 * MARGIN
     figure = Figure(figsize=(width, height))
     axis = figure.add_axes((0, 0, 1, 1), xlim=(-MARGIN, width - MARGIN), ylim=(height - MARGIN, -MARGIN))
     axis.set(autoscale_on=False)
     axis.set_axis_off()
-    for number, line in enumerate(question):
+    for number, line in enumerate(lines):
         _write(axis, arrangement.question, number, line, fontsize=QUESTION, weight="bold")
     _show(axis, arrangement.image, np.asarray(_no_larger(image, 1000)))
-    _draw_answers(axis, arrangement.answers, ranked)
+    _draw_answers(axis, arrangement.answers, likeliest)
     for number, (line, color) in enumerate(notes):
         _write(axis, arrangement.notes, number, line, fontsize=NOTE, color=color)
     _write(axis, arrangement.title, 0, TITLE, fontsize=QUESTION, weight="bold")
-    _draw_tree(axis, arrangement, answer.tree, labels, _no_larger(image, 480), maps)
+    _draw_tree(axis, arrangement, tree, labels, _no_larger(image, 480), maps)
     _show(axis, arrangement.scale, HEAT(np.linspace(0, 1, 256))[None, :, :3])
     for text, x in (("0", 0), ("1", arrangement.scale.right + 0.06)):
         axis.text(x, arrangement.scale.y + LINE / 4, text, va="center", fontsize=NOTE, color=GREY, clip_on=False)
-    save(figure, path, min(DPI, (PIXELS / (width * height)) ** 0.5))
+    if path is not None:
+        try:
+            save(figure, Path(path), min(DPI, (PIXELS / (width * height)) ** 0.5))
+        except ValueError as error:  # matplotlib names the formats that it has
+            raise InputError(f"{path}: {error}") from None
+    return figure
 
 
 def lit(image: Image.Image, map_HW: Tensor) -> np.ndarray:
@@ -286,20 +247,6 @@ def _label(node: Node) -> list[str]:
     function, bracket, value = node.token.partition("[")
     lines = (function, bracket + value, "(filled in)" * node.is_filled_in, f"({NOT_USED})" * bool(node.unused))
     return [line for line in lines if line]
-
-
-def _notes(answer: Answer, saliency: str) -> list[tuple[str, str]]:
-    """Return the notes below the answers, with their colours."""
-    unknown = [f"'{word}'" for word, _ in answer.question.unknown] if answer.question else []
-    reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
-    warned = [
-        ("", [answer.warning] * bool(answer.warning), ""),
-        (f"unknown word{'s' * (len(unknown) > 1)}: ", unknown, ", "),
-        ("", reasons, "; "),
-        ("ignored after the program's tree: ", answer.tree.ignored, " "),
-    ]
-    notes = [(before + some(texts, MOST_WORDS, between), WARNING) for before, texts, between in warned if texts]
-    return [*notes, (f"Colours: {SALIENCY[saliency]}.", GREY)]
 
 
 def _measure(size: float, weight: str = "normal") -> Measure:

@@ -6,34 +6,31 @@ that the task is done and carries tensors: values forward, gradients back. Anoth
 its part of an instance, so that all processes admit instances under the same condition.
 
 In each process, two threads for each other process send and receive, one runs tasks, and the calling thread prepares
-instances. A process that fails tells the others why. A process without other messages sends empty ones as
-heartbeats, so that one that is silent for long has stopped.
+instances. A process that fails tells the others why. An operation of gloo that times out names a process that is lost.
 """
 
 import pickle
 import queue
-import threading
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from iep.asynchronous.conductor import Conductor, PlanStep, WorkerTask, priority
-from iep.asynchronous.drivers import Note, Record
+from iep.asynchronous.conductor import Conductor, PlanStep, WorkerTask
+from iep.asynchronous.drivers import Note, Threads
 
-SILENCE_SECONDS = 300.0
-"""The time without a message after which another process is taken for lost."""
-GOODBYE_SECONDS = 5.0
+TIMEOUT_SECONDS = 600.0
+"""The time without a message after which another process is taken for lost; the longest task takes less."""
+LAST_SECONDS = 5.0
 """The time for which a process that fails waits until the others know why."""
-ALIGNMENT = 16
-"""The number of bytes whose multiples are the offsets of the tensors in a message."""
 
 T = TypeVar("T")
 
@@ -43,7 +40,7 @@ class PeerError(RuntimeError):
 
 
 class Message(NamedTuple):
-    """A message of one process to another. An empty one is a heartbeat."""
+    """A message of one process to another."""
 
     task: WorkerTask | None = None
     """A task that is done, for which tasks of the receiver wait."""
@@ -56,6 +53,7 @@ class Message(NamedTuple):
     failure: str | None = None
     """Why the sender ends the run."""
     is_last: bool = False
+    """Whether the sender has nothing more to say in this run."""
 
 
 class LocalTrainer(Protocol):
@@ -128,21 +126,13 @@ class Peers:
     """The processes of a job of `torch.distributed`, each of which is a worker. All of them must create it together.
 
     Args:
-        silence: the seconds without a message after which another process is taken for lost.
+        timeout: the seconds without a message after which another process is taken for lost.
     """
 
-    def __init__(self, silence: float = SILENCE_SECONDS):
-        self.rank, self.size, self.silence = dist.get_rank(), dist.get_world_size(), silence
+    def __init__(self, timeout: float = TIMEOUT_SECONDS):
+        self.rank, self.size, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
         self.others = [rank for rank in range(self.size) if rank != self.rank]
-        # If an operation of gloo times out, the connections to all processes break. Silence is noticed before that.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3 * silence))
-        self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
-        self._failures: list[BaseException] = []
-        self._heard: dict[int, float] = {}
-        """When the last message of each other process came; without those that have sent their last one."""
-        self._values: dict[int, deque[tuple[Any]]] = {}
-        self._outbox: dict[int, queue.SimpleQueue[tuple[Message, Sequence[Tensor | None]]]] = {}
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def drive(
         self,
@@ -160,189 +150,161 @@ class Peers:
         Raises:
             PeerError: another process has failed, has ended, or is silent; the message names it.
         """
-        local = LocalConductor(conductor, self.rank, self.size)
-        work, ready = threading.Condition(self._lock), list[tuple[Any, WorkerTask]]()
-        early: dict[int, list[tuple[Message, list]]] = defaultdict(list)
-        """Messages about instances that this process has not admitted yet."""
-        is_over, began = False, time.perf_counter()
-
-        def push(tasks: Sequence[WorkerTask]) -> None:
-            for task in tasks:
-                heappush(ready, (priority(task), task))
-            work.notify()
-
-        def take(message: Message, tensors: list[Tensor | None]) -> None:
-            if message.task is None and message.finished is None:
-                return
-            number = message.finished if message.task is None else message.task.instance
-            if number >= local.num_admitted:
-                early[number].append((message, tensors))
-            elif message.task is None:
-                local.finished(number)
-            else:
-                if message.copy is not None:
-                    trainer.incoming(number, message.copy, message.task.is_backward, tensors)
-                push(local.done(message.task))
-
-        def finish_part(number: int) -> None:
-            if not local.in_flight[number].remaining:
-                self._tell_all(Message(finished=number))
-                local.finished(number)
-                self._news.notify()
-
-        def loop() -> None:
-            while True:
-                with self._lock:
-                    work.wait_for(lambda: ready or is_over)
-                    if is_over:
-                        return
-                    task = heappop(ready)[1]
-                    op = local.step(task).op
-                start = time.perf_counter()
-                gradients = trainer.compute(task)
-                record = Record(self.rank, start - began, time.perf_counter() - began, task, op)
-                with self._lock:
-                    note(record)
-                    for rank, copy in local.listeners(task):
-                        values = [] if copy is None or task.is_backward else trainer.outgoing(task.instance, copy)
-                        self._outbox[rank].put((Message(task, copy), gradients or values))
-                    push(local.done(task))
-                    if task.is_backward:
-                        finish_part(task.instance)
-
-        self._failures.clear()
-        self._heard = dict.fromkeys(self.others, time.monotonic())
-        self._values = {rank: deque() for rank in self.others}
-        self._outbox = {rank: queue.SimpleQueue() for rank in self.others}
-        worker = self._start(loop)
-        threads = [self._start(self._send, rank) for rank in self.others]
-        threads += [self._start(self._receive, rank, take) for rank in self.others]
-        try:
-            for instance in instances:
-                with self._lock:
-                    self._wait(lambda: local.can_admit)
-                number = local.num_admitted
-                steps = trainer.begin(number, instance)
-                with self._lock:
-                    push(local.admit(steps))
-                    for message, tensors in early.pop(number, ()):
-                        take(message, tensors)
-                    if number in local.in_flight:
-                        finish_part(number)
-            with self._lock:
-                self._wait(lambda: not local.in_flight)
-            found = self.exchange(finish())
-            self._tell_all(Message(is_last=True))
-            with self._lock:
-                self._wait(lambda: not self._heard)
-            return found
-        except BaseException as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-            own = f"worker {self.rank} of {self.size} has failed: {what}"
-            self._tell_all(Message(failure=str(error) if isinstance(error, PeerError) else own, is_last=True))
-            raise
-        finally:
-            with self._lock:
-                is_over = True
-                work.notify()
-            worker.join()
-            deadline = time.monotonic() + GOODBYE_SECONDS
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        self._process = _Process(self, trainer, conductor, note)
+        return self._process.drive_with_others(instances, finish)
 
     def exchange(self, value: T) -> list[T]:
-        """Return the picklable values of all processes by rank. The iterator over the instances may call this, too.
+        """Return the picklable values of all processes by rank. Only the iterator over the instances may call this.
 
         Raises:
             PeerError: see `drive`.
         """
-        self._tell_all(Message(value=(value,)))
-        with self._lock:
-            self._wait(lambda: all(self._values.values()))
-            found = {rank: values.popleft()[0] for rank, values in self._values.items()}
-        return [found.get(rank, value) for rank in range(self.size)]
+        return self._process.exchange(value)
 
-    def _wait(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition, and raise the first error of a thread."""
-        while not self._news.wait_for(lambda: self._failures or condition(), self.silence / 10):
-            for rank, heard in self._heard.items():
-                if time.monotonic() - heard > self.silence:
-                    raise PeerError(f"worker {rank} of {self.size} has been silent for {self.silence:g} seconds")
-        if self._failures:
-            raise self._failures.pop(0)  # an error that is kept would keep the frames that it passes
 
-    def _start(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                target(*arguments)
-            except BaseException as error:  # raised again in the calling thread
-                with self._lock:
-                    self._failures.append(error)
-                    self._news.notify()
+class _Process(Threads):
+    """The worker of this process during one run, with two more threads for each other process."""
 
-        thread = threading.Thread(target=run, name=f"worker {self.rank}", daemon=True)
-        thread.start()
-        return thread
+    def __init__(self, peers: Peers, trainer: LocalTrainer, conductor: Conductor, note: Note):
+        super().__init__(LocalConductor(conductor, peers.rank, peers.size), [peers.rank], trainer.compute, note)
+        self.peers, self.trainer = peers, trainer
+        self.early: dict[int, list[tuple[Message, list]]] = defaultdict(list)
+        """Messages about instances that this process has not admitted yet."""
+        self.values: dict[int, deque[tuple[Any]]] = {rank: deque() for rank in peers.others}
+        self.outbox = {rank: queue.SimpleQueue[tuple[Message, Sequence[Tensor | None]]]() for rank in peers.others}
 
-    def _tell_all(self, message: Message) -> None:
-        for outbox in self._outbox.values():
+    def drive_with_others(self, instances: Iterable[Any], finish: Callable[[], T]) -> list[T]:
+        """Run the instances as `Peers.drive` says."""
+        threads = [self.start(loop, rank) for rank in self.peers.others for loop in (self.send, self.receive)]
+        try:
+            self.drive(instances, self.trainer.begin)
+            values = self.exchange(finish(), is_last=True)
+            for thread in threads:
+                thread.join()
+            self.wait(lambda: True)  # raises the error of a thread
+            return values
+        except BaseException as error:
+            what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+            own = f"worker {self.peers.rank} of {self.peers.size} has failed: {what}"
+            self.tell_all(Message(failure=str(error) if isinstance(error, PeerError) else own, is_last=True))
+            deadline = time.monotonic() + LAST_SECONDS
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            raise
+
+    def exchange(self, value: T, is_last: bool = False) -> list[T]:
+        """Return the values of all processes by rank.
+
+        Raises:
+            PeerError: see `Peers.drive`.
+        """
+        self.tell_all(Message(value=(value,), is_last=is_last))
+        self.wait(lambda: all(self.values.values()))
+        with self.lock:
+            found = {rank: values.popleft()[0] for rank, values in self.values.items()}
+        return [found.get(rank, value) for rank in range(self.peers.size)]
+
+    def admit(self, steps: Sequence[PlanStep]) -> None:
+        """Admit an instance, and take the messages about it that came before. The lock is held."""
+        number = self.conductor.num_admitted
+        super().admit(steps)
+        for message, tensors in self.early.pop(number, ()):
+            self.take(message, tensors)
+        if number in self.conductor.in_flight:
+            self.finish_part(number)
+
+    def done(self, task: WorkerTask, result: Sequence[Tensor | None]) -> None:
+        """Send what a task has computed to the workers that wait for it; `result` are its gradients for them, if any.
+
+        The lock is held.
+        """
+        for rank, copy in self.conductor.listeners(task):
+            values = [] if copy is None or task.is_backward else self.trainer.outgoing(task.instance, copy)
+            self.outbox[rank].put((Message(task, copy), result or values))
+        super().done(task, result)
+        if task.is_backward:
+            self.finish_part(task.instance)
+
+    def finish_part(self, number: int) -> None:
+        """Tell the others if this process has done its part of an instance. The lock is held."""
+        if not self.conductor.in_flight[number].remaining:
+            self.tell_all(Message(finished=number))
+            self.conductor.finished(number)
+
+    def tell_all(self, message: Message) -> None:
+        """Send a message without tensors to all other processes."""
+        for outbox in self.outbox.values():
             outbox.put((message, ()))
 
-    def _send(self, rank: int) -> None:
-        """Send the messages to a process, until the last one. In the meantime, send empty ones."""
+    def take(self, message: Message, tensors: list[Tensor | None]) -> None:
+        """Take a message about a task or an instance. The lock is held."""
+        number = message.finished if message.task is None else message.task.instance
+        if number >= self.conductor.num_admitted:
+            self.early[number].append((message, tensors))
+        elif message.task is None:
+            self.conductor.finished(number)
+        else:
+            if message.copy is not None:
+                self.trainer.incoming(number, message.copy, message.task.is_backward, tensors)
+            self.push(self.conductor.done(message.task))
+
+    def send(self, rank: int) -> None:
+        """Send the messages to a process, until the last one."""
         message = Message()
         while not message.is_last:
-            try:
-                message, tensors = self._outbox[rank].get(timeout=self.silence / 10)
-            except queue.Empty:
-                message, tensors = Message(), ()
-            kinds = [None if each is None else (each.dtype, each.shape) for each in tensors]
-            parts = [torch.frombuffer(bytearray(pickle.dumps((message, kinds))), dtype=torch.uint8)]
-            parts += [each.reshape(-1).view(torch.uint8) for each in tensors if each is not None]
-            packet = torch.cat([padded for each in parts for padded in (each, each.new_zeros(-len(each) % ALIGNMENT))])
-            with self._naming(rank):
-                dist.send(torch.tensor([len(parts[0]), len(packet)]), rank, group=self.group)
-                dist.send(packet, rank, group=self.group)
+            message, tensors = self.outbox[rank].get()
+            data = pickle.dumps((message, [_packed(each) for each in tensors]), protocol=5)
+            with self.naming(rank):
+                dist.send(torch.tensor([len(data)]), rank, group=self.peers.group)
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self.peers.group)
 
-    def _receive(self, rank: int, take: Callable[[Message, list[Tensor | None]], None]) -> None:
+    def receive(self, rank: int) -> None:
         """Take the messages of a process, until the last one."""
         message = Message()
         while not message.is_last:
-            sizes = torch.empty(2, dtype=torch.int64)
-            with self._naming(rank):
-                dist.recv(sizes, rank, group=self.group)
-                packet = torch.empty(int(sizes[1]), dtype=torch.uint8)
-                dist.recv(packet, rank, group=self.group)
-            message, kinds = pickle.loads(packet[: sizes[0]].numpy().tobytes())
+            size = torch.empty(1, dtype=torch.int64)
+            with self.naming(rank):
+                dist.recv(size, rank, group=self.peers.group)
+                data = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(data, rank, group=self.peers.group)
+            message, packed = pickle.loads(data.numpy())
             if message.failure is not None:
                 raise PeerError(message.failure)
-            with self._lock:
-                self._heard[rank] = time.monotonic()
-                if message.is_last:
-                    del self._heard[rank]
-                elif message.value is not None:
-                    self._values[rank].append(message.value)
+            with self.lock:
+                if message.value is not None:
+                    self.values[rank].append(message.value)
                 else:
-                    take(message, list(_unpack(packet, int(sizes[0]), kinds)))
+                    self.take(message, [_unpacked(each) for each in packed])
                 if message.task is None:
-                    self._news.notify()
+                    self.news.notify()
 
     @contextmanager
-    def _naming(self, rank: int) -> Iterator[None]:
+    def naming(self, rank: int) -> Iterator[None]:
+        """Name the process that an operation of gloo waited for in vain."""
         try:
             yield
-        except RuntimeError:
-            raise PeerError(f"worker {rank} of {self.size} has ended") from None
+        except RuntimeError as error:
+            name = f"worker {rank} of {self.peers.size}"
+            if not re.search("Timed out|timeout", str(error)):
+                raise PeerError(f"{name} has ended") from None
+            if "pair closure" in str(error):
+                time.sleep(1)  # let the operation that has timed out name its process first; it breaks all others
+            silence = f"{name} has been silent for {self.peers.timeout:g} seconds"
+            raise PeerError(f"{silence}; it has stopped, or waits for a worker that has") from None
 
 
-def _unpack(packet: Tensor, start: int, kinds: Sequence[tuple[torch.dtype, torch.Size] | None]) -> Iterator:
-    """Yield the tensors of a message, which share its memory."""
-    for kind in kinds:
-        if kind is None:
-            yield None
-            continue
-        dtype, shape = kind
-        start += -start % ALIGNMENT
-        stop = start + shape.numel() * dtype.itemsize
-        yield packet[start:stop].view(dtype).view(shape)
-        start = stop
+Packed = tuple[torch.dtype, torch.Size, np.ndarray]
+"""The dtype, the shape and the bytes of a tensor: NumPy has no bfloat16."""
+
+
+def _packed(tensor: Tensor | None) -> Packed | None:
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _unpacked(packed: Packed | None) -> Tensor | None:
+    if packed is None:
+        return None
+    dtype, shape, data = packed
+    return torch.from_numpy(data).view(dtype).view(shape)

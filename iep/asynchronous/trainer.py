@@ -20,7 +20,7 @@ time. Not covered: calls of op groups, and weights that two ops share.
 """
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -161,20 +161,21 @@ class TrainedOp:
         self.optimizer.zero_grad(set_to_none=True)
         self.version, self.pending, self._copy = self.version + 1, 0, None
 
-    def restore(
-        self, version: int, pending: int, tensors: dict[Any, Tensor], gradients: Sequence[Tensor | None]
-    ) -> None:
-        """Take the state of another process: its version, pending calls, `tensors()` and gradients."""
-        self.version, self.pending, self._copy = version, pending, None
-        self.module.load_state_dict({key: each for key, each in tensors.items() if isinstance(key, str)})
-        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+    def state(self) -> dict[str, Any]:
+        """Return all that changes in training, for other processes."""
+        optimizer = self.optimizer.state_dict() if self.optimizer else None
+        gradients = [weight.grad for weight in self.weights.values()]
+        counts = {"version": self.version, "pending": self.pending}
+        return counts | {"module": self.module.state_dict(), "optimizer": optimizer, "gradients": gradients}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the `state` of another process."""
+        self.version, self.pending, self._copy = state["version"], state["pending"], None
+        self.module.load_state_dict(state["module"])
+        for weight, gradient in zip(self.weights.values(), state["gradients"], strict=True):
             weight.grad = gradient
         if self.optimizer is not None:
-            state = defaultdict(dict)
-            for key, each in tensors.items():
-                if not isinstance(key, str):
-                    state[key[0]][key[1]] = each
-            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": dict(state)})
+            self.optimizer.load_state_dict(state["optimizer"])
 
     def tensors(self) -> dict[Any, Tensor]:
         """Return all tensors that change in training: parameters, statistics, and the optimiser's state, by key."""
@@ -341,11 +342,7 @@ class AsynchronousTrainer:
         if self.flush_every or update:
             self.update()
         rank = self.peers.rank
-        states = {
-            number: (each.version, each.pending, each.tensors(), [weight.grad for weight in each.weights.values()])
-            for number, each in enumerate(self._all())
-            if each.worker == rank
-        }
+        states = {number: each.state() for number, each in enumerate(self._all()) if each.worker == rank}
         return states, self._losses, self._staleness[rank], clock.busy[rank], clock.first, clock.last
 
     def _merge(self, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
@@ -357,7 +354,7 @@ class AsynchronousTrainer:
                 self._staleness[worker], clock.busy[worker] = staleness, busy
                 clock.first, clock.last = min(clock.first, first), max(clock.last, last)
                 for number, state in states.items():
-                    held[number].restore(*state)
+                    held[number].restore(state)
 
     def _versions(self) -> dict[int, int]:
         return {

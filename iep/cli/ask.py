@@ -2,17 +2,18 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from iep.cli.command import Command
 from iep.cli.options import (
+    NamedPath,
     PicturePath,
     backbone_options,
     chosen_backbone,
@@ -20,16 +21,13 @@ from iep.cli.options import (
     modules_option,
     network_options,
 )
-from iep.config import Evaluation
+from iep.config import SYMBOLIC, Evaluation
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.runtime.files import check_writable
 
 if TYPE_CHECKING:
-    from iep.asking.answers import Answer, Asker
-
-
-PORT, TOP = 7860, 3
+    from iep.asking.answers import Answer
 
 
 @click.command(cls=Command)
@@ -37,7 +35,7 @@ PORT, TOP = 7860, 3
 @modules_option
 @click.option(
     "--image",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(dir_okay=False),
     help="Image file, such as PNG or JPEG. Only a baseline that does not read images can do without.",
 )
 @click.option(
@@ -55,7 +53,7 @@ PORT, TOP = 7860, 3
     help='Program to run instead of a predicted one, in prefix order: "count filter_color[red] scene". May be given '
     "several times, with as many questions or none.",
 )
-@click.option("--top", type=click.IntRange(min=1), help=f"Number of most likely answers to show.  [default: {TOP}]")
+@click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of answers to show.")
 @decoding_options
 @click.option(
     "--draw",
@@ -66,11 +64,13 @@ PORT, TOP = 7860, 3
 @click.option(
     "--saliency",
     type=click.Choice(list(SALIENCY)),
+    default=DEFAULT_SALIENCY,
+    show_default=True,
     help="Map of a function that --draw shows: its attention, or the norm of its output (norm); or the norm of the "
-    f"gradient of the answer's score with respect to its output (gradient).  [default: {DEFAULT_SALIENCY}]",
+    "gradient of the answer's score with respect to its output (gradient).",
 )
 @click.option("--serve", is_flag=True, help="Show a page to ask in, in the browser (pip install 'iep[web]').")
-@click.option("--port", type=click.IntRange(1, 65535), help=f"Port of --serve.  [default: {PORT}]")
+@click.option("--port", type=click.IntRange(1, 65535), default=7860, show_default=True, help="Port of --serve.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line for each question.")
 @click.option("--device", default=Evaluation.device, show_default=True, help="Device: auto, cpu, cuda, cuda:1, ...")
 @backbone_options
@@ -82,11 +82,11 @@ def main(
     modules: str | None,
     questions: tuple[str, ...],
     programs: tuple[str, ...],
-    top: int | None,
+    top: int,
     draw: Path | None,
-    saliency: str | None,
+    saliency: str,
     serve: bool,
-    port: int | None,
+    port: int,
     beam_size: int | None,
     max_program_length: int | None,
     device: str,
@@ -100,124 +100,103 @@ def main(
     """
     context = click.get_current_context()
     _check_options(context)
-    inputs = {"--image": image, "--pg": pg, "--ee": ee, "--baseline": baseline}
-    inputs["--weights"] = Path(of_backbone["weights"]) if of_backbone["weights"] else None
-    num_given = len(programs or questions)
-    pictures = _pictures(draw, num_given)
+    pictures = _pictures(draw, len(programs or questions))
     if draw is not None:
-        for picture in islice(_pictures(draw, num_given), num_given):
-            _check_not_read(picture, inputs)
+        for picture in islice(_pictures(draw, len(programs or questions)), len(programs or questions)):
+            _check_not_read(picture, image)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import DEFAULT, load_model
+    from iep.asking.loading import load
 
     if not (ee or baseline):  # then --pg is not given either
         click.echo("The networks that come with the package answer (see --ee).", err=True)
-        ee = DEFAULT
-    given = {name: value for name, value in of_backbone.items() if value is not None}
-    model = load_model(
-        ee or baseline,
-        kind="engine" if ee else "baseline",
+    weights = of_backbone.pop("weights")
+    is_chosen = any(value is not None for value in of_backbone.values())
+    decoding = {"beam_size": beam_size, "max_program_length": max_program_length}
+    model = load(
+        *[path for path in (ee, baseline) if path],
         pg=pg,
-        predicts=not programs,
-        modules=modules,
-        backbone=partial(chosen_backbone, given) if given else None,
-        weights=given.get("weights"),
-        options=[_flag(context, name) for name in given if name != "weights"],
-        beam_size=Evaluation.beam_size if beam_size is None else beam_size,
-        max_program_length=Evaluation.max_program_length if max_program_length is None else max_program_length,
         device=device,
+        modules=modules,
+        backbone=chosen_backbone(of_backbone | {"weights": weights}) if is_chosen else None,
+        weights=None if is_chosen else weights,
         say=lambda line: click.echo(line, err=True),
+        **{name: value for name, value in decoding.items() if value is not None},
     )
+    if (model.predictor.baseline is None) != (baseline is None):
+        found, expected = ("a baseline", "--baseline") if ee else ("an execution engine", "--ee")
+        raise InputError(f"{model.path}: holds {found}; give it as {expected}")
+    if not programs:
+        model.check_answers()
     if serve:
         try:
             from iep.asking.page import serve as show
         except ImportError:
             raise InputError("the page needs Gradio: pip install 'iep[web]'") from None
-        show(model, image, port or PORT, click.echo)
+        show(model, image, port, click.echo)
         return
     if model.backbone is None and image is not None:
         click.echo(f"{model.path}: does not read the image", err=True)
-    asker = model.about(image)
-    if asker.warning:
-        click.echo(f"{image}: {asker.warning}", err=True)
+    seen = model.see(image)
+    if seen.warning:
+        click.echo(f"{image}: {seen.warning}", err=True)
     is_typed = not questions and not programs and sys.stdin.isatty()
     is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
-    saliency = saliency or DEFAULT_SALIENCY
-    printer = _Printer(asker, image, pictures, inputs, saliency, top or TOP, as_json, with_question=not is_echoed)
+    show = partial(_show, image=image, saliency=saliency, top=top, as_json=as_json, with_question=not is_echoed)
     if programs or questions:
-        for answer in asker.run(programs, questions) if programs else asker.ask(questions):
-            printer.show(answer)
-    elif not _answer_lines(asker, printer, is_typed):
+        answers = model.ask(seen, list(questions) or None, program=list(programs) or None)
+        for answer, picture in zip(answers, pictures, strict=False):
+            show(answer, picture)
+        return
+    is_well = True
+    for number, line in typed_questions(is_typed):
+        try:
+            show(model.ask(seen, line), next(pictures))
+        except InputError as error:
+            where = "" if is_typed else f"standard input, line {number}: "
+            click.echo(f"Error: {where}{' '.join(str(error).split())}", err=True)
+            is_well = is_typed
+    if not is_well:
         context.exit(1)
 
 
-@dataclass
-class _Printer:
-    """Prints answers one after the other, and draws them if `pictures` has files for them."""
+def _show(
+    answer: "Answer",
+    picture: Path | None,
+    image: Path | None,
+    saliency: str,
+    top: int,
+    as_json: bool,
+    with_question: bool,
+) -> None:
+    """Print one answer, and draw it into a file unless `picture` is None.
 
-    asker: "Asker"
-    image: Path | None
-    pictures: Iterator[Path | None]
-    inputs: Mapping[str, Path | None]
-    saliency: str
-    top: int
-    as_json: bool
-    with_question: bool
+    Raises:
+        InputError, OSError: the answer cannot be drawn; it has been printed all the same.
+    """
+    from iep.asking.answers import describe, to_json
 
-    def show(self, answer: "Answer") -> None:
-        """Print and draw one answer.
-
-        Raises:
-            InputError, OSError: the answer cannot be drawn; it has been printed all the same.
-        """
-        from iep.asking.answers import describe, to_json
-
-        failure, missing = None, ""
-        picture = next(self.pictures)
-        if picture is not None:
-            from iep.asking.picture import draw_answer  # matplotlib takes a second
-
-            try:
-                _check_not_read(picture, self.inputs)
-                missing = draw_answer(picture, self.image, self.asker, answer, self.saliency, self.top)
-            except (InputError, OSError) as error:
-                picture, failure = None, error
-        is_plain = not (sys.stdout.encoding or "").lower().startswith("utf")
-        if self.as_json:
-            content = to_json(answer, self.top, self.asker.vocab.program, picture)
-            click.echo(json.dumps(content, ensure_ascii=is_plain))
-        else:
-            text = describe(answer, self.top, picture, self.with_question)
-            if is_plain:
-                text = text.translate(PLAIN_BRANCHES).encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding)
-            click.echo(text + "\n")
-        if missing:
-            click.echo(f"{picture}: no installed font has {missing}; boxes replace them", err=True)
-        if failure is not None:
-            raise failure
+    failure = None
+    if picture is not None:
+        try:
+            _check_not_read(picture, image)
+            answer.draw(picture, saliency, top)
+        except (InputError, OSError) as error:
+            picture, failure = None, error
+    is_plain = not (sys.stdout.encoding or "").lower().startswith("utf")
+    if as_json:
+        click.echo(json.dumps(to_json(answer, top, picture), ensure_ascii=is_plain))
+    else:
+        text = describe(answer, top, picture, with_question)
+        if is_plain:
+            text = text.translate(PLAIN_BRANCHES).encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding)
+        click.echo(text + "\n")
+    if failure is not None:
+        raise failure
 
 
 PLAIN_BRANCHES = str.maketrans("├└─│", "|`-|")
 """The lines of a tree for a terminal without UTF-8."""
-
-
-def _answer_lines(asker: "Asker", printer: _Printer, is_terminal: bool) -> bool:
-    """Answer the questions of the standard input, and print an error for each that fails.
-
-    Returns:
-        whether the command succeeds: always at a terminal, elsewhere if no question failed.
-    """
-    is_well = True
-    for number, line in typed_questions(is_terminal):
-        try:
-            for answer in asker.ask([line]):
-                printer.show(answer)
-        except InputError as error:
-            where = "" if is_terminal else f"standard input, line {number}: "
-            click.echo(f"Error: {where}{' '.join(str(error).split())}", err=True)
-            is_well = is_terminal
-    return is_well
 
 
 def _pictures(draw: Path | None, given: int) -> Iterator[Path | None]:
@@ -227,20 +206,14 @@ def _pictures(draw: Path | None, given: int) -> Iterator[Path | None]:
     return (draw.with_stem(f"{draw.stem}-{number}") for number in count(1))
 
 
-def _check_not_read(picture: Path, inputs: Mapping[str, Path | None]) -> None:
-    """Check that a picture does not overwrite one of `inputs`, the files and directories that are read, by option.
+def _check_not_read(picture: Path, image: Path | None) -> None:
+    """Check that a picture does not overwrite the image that the questions are about.
 
     Raises:
-        InputError: the picture is one of the inputs.
+        InputError: the picture is the image.
     """
-    for option, path in inputs.items():
-        if path is not None and path.exists() and picture.exists() and path.samefile(picture):
-            raise InputError(f"{picture}: {option} reads this file, and --draw would overwrite it")
-
-
-def _flag(context: click.Context, name: str) -> str:
-    """Return the option that sets a parameter, such as `--program` for `programs`."""
-    return next(option.opts[0] for option in context.command.params if option.name == name)
+    if image is not None and image.exists() and picture.exists() and image.samefile(picture):
+        raise InputError(f"{picture}: --image reads this file, and --draw would overwrite it")
 
 
 def _check_options(context: click.Context) -> None:
@@ -249,28 +222,37 @@ def _check_options(context: click.Context) -> None:
     Raises:
         click.UsageError: two options contradict each other, or one is missing.
     """
-    given = {name: value for name, value in context.params.items() if value not in (None, (), False)}
+    options = {option.name: option.opts[0] for option in context.command.params}
+    given = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    programs, questions = (len(context.params[name]) for name in ("programs", "questions"))
+
+    def first(*names: str) -> str:
+        """Return the first of these options that was given, or an empty text."""
+        return next((options[name] for name in names if name in given), "")
+
+    no_network = "no network answers: give --ee CKPT"
+    symbolic = "symbolic executes programs on the objects in a split's images, as iep-eval --ee symbolic --images DIR"
+    problems = [
+        ("port" in given and "serve" not in given, "--port is for --serve"),
+        (str(context.params["ee"]) == SYMBOLIC, f"{symbolic}; expected a checkpoint, a run or default"),
+    ]
     if "serve" in given:
-        others = ("questions", "programs", "top", "draw", "saliency", "as_json", "baseline")
-        if wrong := [_flag(context, name) for name in others if name in given]:
-            raise click.UsageError(f"--serve shows a page to ask in: {wrong[0]} does not apply")
-        if "pg" in given and "ee" not in given:
-            raise click.UsageError("no network answers: give --ee CKPT")
-        return
-    if "port" in given:
-        raise click.UsageError("--port is for --serve")
-    decoding = [_flag(context, name) for name in ("beam_size", "max_program_length") if name in given]
-    programs, questions = len(given.get("programs", ())), len(given.get("questions", ()))
-    if "baseline" in given:
-        others = ["pg", "ee", "modules", "programs", "beam_size", "max_program_length", "draw", "saliency"]
-        wrong = [_flag(context, name) for name in others if name in given]
-        problems = [(wrong, f"--baseline answers alone and runs no program: {''.join(wrong[:1])} does not apply")]
+        wrong = first("questions", "programs", "top", "draw", "saliency", "as_json", "baseline")
+        problems += [
+            (wrong, f"--serve shows a page to ask in: {wrong} does not apply"),
+            ("pg" in given and "ee" not in given, no_network),
+        ]
+    elif "baseline" in given:
+        own = ("pg", "ee", "modules", "programs", "beam_size", "max_program_length", "draw", "saliency")
+        wrong = first(*own)
+        problems.append((wrong, f"--baseline answers alone and runs no program: {wrong} does not apply"))
     else:
-        problems = [
-            ("pg" in given and "ee" not in given, "no network answers: give --ee CKPT, or --baseline CKPT"),
+        decoding = first("beam_size", "max_program_length")
+        problems += [
+            ("pg" in given and "ee" not in given, f"{no_network}, or --baseline CKPT"),
             (programs and "pg" in given, "--program replaces the programs that --pg predicts: give one of them"),
             ("image" not in given, "there is no image: give --image FILE"),
-            (programs and decoding, f"--program replaces decoded programs: {''.join(decoding[:1])} does not apply"),
+            (programs and decoding, f"--program replaces decoded programs: {decoding} does not apply"),
             ("saliency" in given and "draw" not in given, "--saliency is for pictures: give --draw FILE too"),
             (
                 programs and questions not in (0, programs),

@@ -15,15 +15,34 @@ from iep.preprocess.backbone_choices import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZ
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Backbone
 
-PATH = click.Path(path_type=Path)
 PICTURES = (".png", ".svg", ".pdf")
 
 
-class PicturePath(click.Path):
+class NamedPath(click.Path):
+    """A path that is not empty; an empty one, usually from a shell variable that is not set, would be the current
+    directory."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if value == "":
+            self.fail(f"the name is empty, expected a {self.name}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class DirectoryPath(NamedPath):
+    """A directory to write files to."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False)
+
+
+class PicturePath(NamedPath):
     """The name of a picture to write; its ending determines the format."""
 
     def __init__(self) -> None:
-        super().__init__(path_type=Path, dir_okay=False)
+        super().__init__(dir_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)
@@ -32,31 +51,7 @@ class PicturePath(click.Path):
         return path
 
 
-class DirectoryPath(click.Path):
-    """A directory to write files to; rejects '', which is usually an unset shell variable."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path, file_okay=False)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        if value == "":
-            self.fail("the name is empty, expected a directory", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-class NetworksPath(click.Path):
-    """A checkpoint or run; `default` means the networks that come with the package, unless there is such a run here."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path = super().convert(value, param, ctx)
-        if str(path) != "default" or path.exists():
-            return path
-        from iep.asking.loading import DEFAULT  # late, so that `--help` does not wait for torch
-
-        return DEFAULT
+PATH = NamedPath()
 
 
 class UpdateFrequency(click.ParamType):
@@ -94,8 +89,8 @@ def all_of(*options: Callable) -> Callable:
 
 
 network_options = all_of(
-    click.option("--pg", type=NetworksPath(), help="Checkpoint or run of a program generator; `default` is iep's own."),
-    click.option("--ee", type=NetworksPath(), help="Checkpoint or run of an execution engine; `default` is iep's own."),
+    click.option("--pg", type=PATH, help="Checkpoint or run of a program generator; `default` is iep's own."),
+    click.option("--ee", type=PATH, help="Checkpoint or run of an execution engine; `default` is iep's own."),
     click.option("--baseline", type=PATH, help="Checkpoint or run directory of a baseline, a model without programs."),
 )
 modules_option = click.option(

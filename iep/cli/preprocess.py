@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import DirectoryPath, NetworksPath, backbone_options, chosen_backbone
+from iep.cli.options import PATH, DirectoryPath, NamedPath, backbone_options, chosen_backbone
 from iep.errors import InputError
 from iep.preprocess.backbone_choices import RESNET
 
@@ -40,13 +40,13 @@ from iep.preprocess.backbone_choices import RESNET
 @click.option(
     "--questions",
     "question_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(dir_okay=False),
     help="Read the questions of the one --split from this file instead of CLEVR_DIR. Implies --only questions.",
 )
 @click.option(
     "--vocab",
     metavar="FILE|CHECKPOINT|default|clevr",
-    type=NetworksPath(),  # `clevr` may also be a directory here
+    type=PATH,  # `clevr` may also be a directory here
     help="Use this .json file, or the vocabulary of this checkpoint or run, of the networks that come with iep, or of "
     "CLEVR v1.0, instead of building one from the train split.",
 )

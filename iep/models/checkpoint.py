@@ -21,7 +21,7 @@ from torch import Tensor
 
 from iep.errors import InputError
 from iep.models.original import from_original, is_original, safe_globals
-from iep.models.weights import SAFETENSORS, WEIGHTS, read_weights
+from iep.models.weights import SAFETENSORS, WEIGHTS, find_networks, read_weights
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 
@@ -84,7 +84,8 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the content of a checkpoint, with tensors on the CPU.
 
-    For a run directory, this is its best checkpoint, or otherwise its newest. A checkpoint of the original toolkit is
+    For a run directory, this is its best checkpoint, or otherwise its newest; `default` names the networks that come
+    with the package. A checkpoint of the original toolkit is
     converted by `iep.models.original.from_original`. A `.safetensors` file holds the networks alone.
 
     Args:
@@ -102,8 +103,9 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
             raise InputError(f"{path}: holds no checkpoint, expected {names}")
         return _load_first(found, parts, "to use it, name {good}").content
     with reading(path, "a whole checkpoint file"):
-        if path.suffix == SAFETENSORS:
-            content = read_weights(path)
+        file = find_networks(path)
+        if file.suffix == SAFETENSORS:
+            content = read_weights(file)
             check_parts(content, parts or {})
             return content
         content = _read(path)

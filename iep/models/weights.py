@@ -14,12 +14,31 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from iep.errors import InputError
+from iep.errors import InputError, nearest
 from iep.runtime.files import write_bytes, write_json
 
 WEIGHTS, WEIGHTS_CONFIG = "best.safetensors", "config.json"
 SAFETENSORS = ".safetensors"
 FORMAT = "iep-model-1"
+DEFAULT = "default"
+"""The name of the networks that come with the package; docs/results.md says how they were trained."""
+DEFAULT_FILE = Path(__file__).with_name("default.safetensors")
+
+
+def find_networks(path: Path) -> Path:
+    """Return the file of the networks that `path` names: for `default`, unless there is such a path, the package's own.
+
+    Raises:
+        InputError: there is no such path, but a similar name exists.
+    """
+    if path.exists():
+        return path
+    if str(path) == DEFAULT:
+        return DEFAULT_FILE
+    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    if hint := nearest(path.name, [*beside, DEFAULT]):
+        raise InputError(f"{path}: no such file{hint}")
+    return path
 
 
 def save_weights(directory: Path, content: Mapping[str, Any], half: bool = False) -> None:

@@ -246,10 +246,6 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
         backbone = Patches(_whole(recipe, "patch_size", most=MAX_IMAGE_SIZE // GRID))
     elif name == "synth":
         backbone = Scenes(weights or "default")
-        if weights is None and recorded != backbone.recipe()["weights"]:
-            raise InputError(
-                f"the weights of the backbone were those of a {recorded} (its SHA-256): give --weights FILE"
-            )
     elif name in RESNETS:
         seed = re.fullmatch(RANDOM_WEIGHTS + r", seed (\d+)", recorded)
         if weights is None and recorded.startswith("file "):
@@ -259,8 +255,11 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
         backbone = ResNet(name, weights=chosen, seed=int(seed[1]) if seed else 0, **size)
     else:
         raise InputError(f"the features were made by the backbone {name!r}, which this version does not know")
+    own = backbone.recipe()
+    if name == "synth" and weights is None and recorded != own["weights"]:
+        raise InputError(f"the weights of the backbone were those of a {recorded} (its SHA-256): give --weights FILE")
     trusted = {"weights"} if recorded == DEFAULT_WEIGHTS and weights is not None else set()
-    for key, value in backbone.recipe().items():
+    for key, value in own.items():
         if key not in trusted and recipe.get(key) != value:
             raise InputError(f"the features were made with {key} {recipe.get(key)}, not with {value}")
     return backbone

@@ -85,26 +85,27 @@ def preprocess_features(
 
 
 def image_features(
-    path: Path | Image.Image, backbone: Backbone, dtype: str = "float32", device: torch.device | str = "cpu"
+    image: Path | Image.Image, backbone: Backbone, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, FoundObjects | None]:
     """Return the (1, C, H, W) float32 features of one image, rounded to `dtype` as stored features are, and the objects
     that the backbone finds in it; None unless it is a scene network.
 
     Args:
-        path: a file, or an image of Pillow.
+        image: a file, or an image of Pillow.
 
     Raises:
         InputError: the image cannot be read, the device is too small, the weights are those of another network, or
             features are not finite numbers in `dtype`.
     """
-    pixels_1CHW = torch.from_numpy(read_image(path, backbone.input_size).copy()).unsqueeze(0)
+    pixels_1CHW = torch.from_numpy(read_image(image, backbone.input_size).copy()).unsqueeze(0)
     device, found = torch.device(device), None
     if isinstance(backbone, Scenes):
         features_1CHW, scores_1KHW = _checked(backbone.viewer, device)(pixels_1CHW)
         (found,) = find_objects(scores_1KHW)
     else:
         features_1CHW = _checked(backbone.extractor, device)(pixels_1CHW)
-    return torch.from_numpy(_stored(features_1CHW, getattr(torch, dtype), path)).float(), found
+    name = "the image" if isinstance(image, Image.Image) else image
+    return torch.from_numpy(_stored(features_1CHW, getattr(torch, dtype), name)).float(), found
 
 
 def _checked(
@@ -154,7 +155,7 @@ def _write_rows(
         yield
 
 
-def _stored(features_BCHW: torch.Tensor, dtype: torch.dtype, first: Path) -> np.ndarray:
+def _stored(features_BCHW: torch.Tensor, dtype: torch.dtype, first: Path | str) -> np.ndarray:
     stored_BCHW = features_BCHW.to(dtype)
     lowest, highest = stored_BCHW.aminmax()  # unlike isfinite, this allocates no memory
     if not (lowest.isfinite() and highest.isfinite()):
