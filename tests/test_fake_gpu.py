@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
 LOSS = {"iep/training/parallel.py backward": 1}
 """The only wait of the host in a step that trains on true programs: it reads the loss."""
 JOINT = LOSS | {
-    "iep/program_generator/encoder.py trim": 1,
     "iep/program_generator/decode.py _unroll": 1,  # for each token but the first; samples have one on the fake GPU
     "iep/batching/graph.py _checked_tokens": 1,
     "iep/training/tasks.py loss": 1,
