@@ -158,10 +158,11 @@ def test_training_by_kernels_on_a_gpu_is_that_of_calls_and_is_resumed(data, exec
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "calls"), rel=0.05)
 
 
-def test_grouped_execution_of_earlier_versions_is_read_as_calls(data, alone, tmp_path) -> None:
+@pytest.mark.parametrize("former", ["auto", "grouped"])
+def test_executions_of_earlier_versions_are_read_as_calls(data, alone, former, tmp_path) -> None:
     config = (alone / "config.yaml").read_text()
-    assert "execution: auto" in config
-    (tmp_path / "old.yaml").write_text(config.replace("execution: auto", "execution: grouped"))
+    assert "execution: calls" in config
+    (tmp_path / "old.yaml").write_text(config.replace("execution: calls", f"execution: {former}"))
     train(tmp_path / "run", "--config", tmp_path / "old.yaml", "--data", data, "--device", "cpu")
     assert "execution: calls" in (tmp_path / "run" / "config.yaml").read_text()
     assert_same_run(tmp_path / "run", alone)

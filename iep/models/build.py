@@ -290,9 +290,9 @@ def set_execution(
     defer: bool = False,
     training: bool = False,
 ) -> None:
-    """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`, or `auto`.
+    """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`.
 
-    The execution `auto` is by calls. With kernels, a line names the functions that have calls of their own.
+    With kernels, a line names the functions that have calls of their own.
 
     Args:
         defer: the weight gradients of calls are deferred.
@@ -301,7 +301,6 @@ def set_execution(
     Raises:
         InputError: the execution would have no effect, or does not work, for this engine.
     """
-    execution = DEFAULT_EXECUTION if execution == "auto" else execution
     if execution != DEFAULT_EXECUTION:
         if (problem := _problem(engine, execution, device, precision, defer, training)) is not None:
             raise InputError(f"execution is {execution}, but {problem}")
