@@ -60,7 +60,7 @@ def test_a_placed_engine_is_measured_on_its_devices(tmp_path: Path):
     placed = ("--placement", "round-robin", "--devices", "cpu,cpu")
     result = iep_bench("engine", *placed, "--feature-shape", 3, 3, 3, *TINY_ENGINE, *given)
     report_of(result, tmp_path, "engine")
-    assert "between devices" in json.loads((tmp_path / "engine.json").read_text())["description"]
+    assert "placement round-robin:" in json.loads((tmp_path / "engine.json").read_text())["description"]
 
 
 def test_functions_that_share_their_weights_are_measured_in_few_calls_at_every_size(tmp_path: Path):

@@ -67,7 +67,7 @@ def test_training_on_several_devices_is_training_on_one(data, alone, devices, pl
 def test_the_placement_is_printed_once_and_written_to_a_file_that_gives_it_again(data, tmp_path) -> None:
     given, kept = ("--model", "ee", "--data", data, "workers=1"), tmp_path / "run" / "placement.yaml"
     text = train(tmp_path / "run", *given, *PLACED)
-    assert text.count("placement balanced:") == text.count("the forward pass of a minibatch of 8 questions copies") == 1
+    assert text.count("placement balanced:") == 1
     assert tuple(yaml.safe_load(kept.read_text())) == ("stem", *VOCAB.program[2:], "classifier")
     train(tmp_path / "again", *given, "--placement", kept, "--devices", "cpu,cpu")
     assert (tmp_path / "again" / "placement.yaml").read_text() == kept.read_text()
@@ -104,7 +104,7 @@ def test_evaluation_on_several_devices_predicts_the_answers_of_one(data, run, pr
         lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
         answers.append([json.loads(line)["predicted_answer"] for line in lines])
     assert answers[0] == answers[1]
-    assert "a minibatch of 26 questions copies" in result.stdout
+    assert "placement balanced:" in result.stdout
     assert json.loads((tmp_path / "report.json").read_text())["device"] == "cpu,cpu"
 
 
@@ -113,7 +113,7 @@ def test_a_split_without_programs_can_be_placed_but_not_balanced(data, run) -> N
     assert_one_error(iep_eval(*given, "--placement", "balanced"), "test_questions.h5", "has no programs", "round-robin")
     result = iep_eval(*given, "--placement", "round-robin")
     assert result.exit_code == 0, result.output
-    assert "depend on programs, which are not known yet" in result.stdout
+    assert "placement round-robin:" in result.stdout
 
 
 @pytest.mark.parametrize(
