@@ -26,7 +26,7 @@ from iep.config import MODELS, SECTIONS, Config, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, check_named
-from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.engine import ExecutionEngine, make_engine
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
@@ -38,9 +38,9 @@ BASELINES: dict[str, type[nn.Module]] = {
     "cnn_lstm": CNNLSTMBaseline,
     "cnn_lstm_sa": StackedAttentionBaseline,
 }
-CLASSES: dict[str, type[nn.Module]] = {
+CLASSES: dict[str, Callable[..., nn.Module]] = {
     "generator": Seq2Seq,
-    "engine": ExecutionEngine,
+    "engine": make_engine,
     **BASELINES,
     "backbone": SceneNetwork,
 }
