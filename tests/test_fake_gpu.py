@@ -92,4 +92,4 @@ def test_a_step_of_joint_training_waits_where_programs_and_rewards_are_read(data
     """The plan of sampled programs is made in the step, so that its one copy is not from pinned memory."""
     settings = [f"{model}={runs[model]}" for model in ("pg", "ee")]
     steps = train(data, tmp_path, "joint", "device=cuda:0", *settings)
-    assert_within(steps, kernels=212, waits=JOINT, pageable=1)
+    assert_within(steps, kernels=425, waits=JOINT, pageable=1)

@@ -79,8 +79,8 @@ def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) 
         if not is_recorded:
             buffers.write(results, values)
             return (), buffers.arguments(reads)
-        found = _Exchange.apply(buffers, results, reads, len(states), *states, *values)
-        return found[: len(buffers.kinds)], found[len(buffers.kinds) :]
+        found, count = _Exchange.apply(buffers, results, reads, *states, *values), len(buffers.kinds)
+        return found[:count], found[count:]
 
     for call in plan.calls:
         module = modules[call.op] if call.segments is not None and call.op in modules else None
@@ -150,8 +150,9 @@ class _Kind:
         return make(num_rows, self.shape.numel(), dtype=self.dtype, device=self.device)
 
     def state(self, num_rows: int) -> Tensor:
-        """Return (num_rows, F) rows that share the memory of one number."""
-        return torch.empty(1, dtype=self.dtype, device=self.device).expand(num_rows, self.shape.numel())
+        """Return (num_rows, F) rows that share the memory of one number, as floats for a column of integers."""
+        dtype = self.dtype if self.dtype.is_floating_point or self.dtype.is_complex else torch.float32
+        return torch.empty(1, dtype=dtype, device=self.device).expand(num_rows, self.shape.numel())
 
     def view(self, rows: Tensor, count: int | None = None) -> Tensor:
         """View (G, F) rows as values (G, ...), or (G * count, F) rows as (G, count, ...)."""
@@ -176,7 +177,7 @@ class Buffers:
         self.plan = plan
         self.kinds: dict[int, _Kind] = {}
         self.values: dict[int, Tensor] = {}
-        self.gradients: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor | None] = {}
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -248,10 +249,10 @@ class Buffers:
         """Add the gradient of an argument to the gradients of the rows from which it was read."""
         if gradient is None:
             return
-        kind = self.kinds[argument.column]
-        if argument.column not in self.gradients:
-            self.gradients[argument.column] = kind.buffer(self.plan.columns[argument.column].num_rows, zeros=True)
-        rows = self.gradients[argument.column]
+        kind, rows = self.kinds[argument.column], self.gradients.get(argument.column)
+        if rows is None:
+            rows = kind.buffer(self.plan.columns[argument.column].num_rows, zeros=True)
+            self.gradients[argument.column] = rows
         if argument.is_adjacent:
             kind.view(rows[argument.rows], argument.count).add_(gradient)
             return
@@ -280,34 +281,30 @@ class _Exchange(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        buffers: Buffers,
-        results: Sequence[Result],
-        reads: Sequence[Argument],
-        num_states: int,
-        *tensors: Tensor,
+        ctx: Any, buffers: Buffers, results: Sequence[Result], reads: Sequence[Argument], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.buffers, ctx.results, ctx.reads, ctx.num_states = buffers, results, reads, num_states
+        num_states = len(buffers.kinds)
+        states, values = [each.detach() for each in tensors[:num_states]], tensors[num_states:]
         ctx.set_materialize_grads(False)
-        states, values = tensors[:num_states], tensors[num_states:]
         if results is buffers.plan.inputs:
             ctx.save_for_backward(*values)  # autograd detects changes of the inputs, which are not copied
         buffers.write(results, values)
-        ctx.columns = tuple(buffers.kinds)
-        new = [buffers.kinds[each].state(buffers.plan.columns[each].num_rows) for each in ctx.columns[num_states:]]
-        found = [*(each.detach() for each in states), *new, *buffers.arguments(reads)]
-        ctx.mark_non_differentiable(*[each for each in found if not (each.is_floating_point() or each.is_complex())])
-        return tuple(found)
+        columns = tuple(buffers.kinds)
+        states += [buffers.kinds[each].state(buffers.plan.columns[each].num_rows) for each in columns[num_states:]]
+        ctx.exchange = buffers, results, reads, columns, num_states
+        arguments = buffers.arguments(reads)
+        whole = [each for each in arguments if not (each.is_floating_point() or each.is_complex())]
+        ctx.mark_non_differentiable(*whole)
+        return *states, *arguments
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        buffers, count = ctx.buffers, len(ctx.columns)
-        of_states = zip(ctx.columns, gradients[:count], strict=True)
-        buffers.gradients = {column: gradient for column, gradient in of_states if gradient is not None}
-        for argument, gradient in zip(ctx.reads, gradients[count:], strict=True):
+        buffers, results, reads, columns, num_states = ctx.exchange
+        buffers.gradients = dict(zip(columns, gradients, strict=False))
+        for argument, gradient in zip(reads, gradients[len(columns) :], strict=True):
             buffers.add_gradient(argument, gradient)
-        found = [buffers.gradient(each) for each in ctx.results]
-        before, buffers.gradients = buffers.gradients, {}
-        return *(None,) * 4, *(before.get(column) for column in ctx.columns[: ctx.num_states]), *found
+        found = [buffers.gradient(each) for each in results]
+        of_states, buffers.gradients = list(buffers.gradients.values())[:num_states], {}
+        return None, None, None, *of_states, *found

@@ -273,7 +273,7 @@ class _Chain(Function):
     @once_differentiable
     def backward(ctx: Any, of_state: Tensor | None, *of_tokens: Tensor | None) -> tuple[Tensor | None, ...]:
         buffers, call, of_token = ctx.buffers, ctx.call, token_of_pass(of_tokens[0])
-        buffers.gradients, number = {} if of_state is None else {0: of_state}, of_token.item()
+        buffers.gradients, number = {0: of_state}, of_token.item()
         of_result = buffers.gradient(call.results[0])
         if of_result is not None:
             values, *made = ctx.saved_tensors
@@ -291,7 +291,7 @@ class _Chain(Function):
             of_arguments = _Chain._of_arguments(ctx, gradients, [each[first:end] for each in made])
             for argument, of_argument in zip(call.arguments, of_arguments, strict=True):
                 buffers.add_gradient(argument, of_argument.permute(0, 3, 1, 2))
-        of_state, buffers.gradients = buffers.gradients.get(0), {}
+        of_state, buffers.gradients = buffers.gradients[0], {}
         return of_state, None, None, None, None, *[of_token] * len(of_tokens)
 
     @staticmethod
