@@ -111,11 +111,11 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     )
 
 
-def balanced(costs: Mapping[Any, float], count: int) -> dict[Any, int]:
-    """Return a device, from 0, for every op or part, by longest processing time first (Graham 1969, Bounds on
-    multiprocessing timing anomalies).
+def longest_first(costs: Mapping[Any, float], count: int) -> dict[Any, int]:
+    """Return the position of a device for every op or part, so that the devices have similar loads.
 
-    The remaining op with the greatest cost is assigned to the device with the least; of equal ops or devices, the
+    This is the rule of the longest processing time first (Graham 1969, Bounds on multiprocessing timing anomalies): the
+    remaining op with the greatest cost is assigned to the device with the least load. Of equal ops or devices, the
     earlier one is chosen.
 
     Args:

@@ -20,8 +20,7 @@ import torch
 import yaml
 from torch import nn
 
-from iep.batching.placement import OpPlacement
-from iep.batching.placement import balanced as balanced_devices
+from iep.batching.placement import OpPlacement, longest_first
 from iep.errors import InputError, nearest
 from iep.execution_engine.program_graph import module_graph
 from iep.execution_engine.roles import result_kind
@@ -172,13 +171,14 @@ def round_robin(parts: Sequence[str], devices: Sequence[str]) -> Placement:
 
 
 def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
-    """Return the placement of `iep.batching.placement.balanced`, with devices numbered so that the first, which has the
-    batches, has the stem, which reads them.
+    """Return the placement of `longest_first`, with the devices numbered so that the first one has the stem.
+
+    The stem reads the batches, which are on the first device.
 
     Args:
         work: the work of every part, in the order of the parts.
     """
-    found = balanced_devices(work, len(devices))
+    found = longest_first(work, len(devices))
     swapped = {found[STEM]: 0, 0: found[STEM]}
     return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in work})
 
