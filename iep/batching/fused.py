@@ -74,6 +74,7 @@ class Bank:
         """By the number of the backward pass, the pairs of all calls, or input, output gradient and functions of each
         call."""
         self._parameters = (*(conv.weight for conv in convs), *(conv.bias for conv in convs))
+        self.is_trained = any(each.requires_grad for each in self._parameters)
 
     def stack(self) -> Tensor:
         """Stack the weights and biases, and return the token that the first call reads.
@@ -180,7 +181,7 @@ class _Conv(Function):
     @once_differentiable
     def backward(ctx: Any, gradient_GOHW: Tensor | None, of_token: Tensor | None) -> tuple[Tensor | None, ...]:
         of_x, (x_GIHW,), bank, of_token = None, ctx.saved_tensors, ctx.bank, token_of_pass(of_token)
-        if gradient_GOHW is not None and ctx.needs_input_grad[1]:
+        if gradient_GOHW is not None and bank.is_trained:
             bank.kept.setdefault(of_token.item(), []).append((x_GIHW, gradient_GOHW, ctx.functions))
         if gradient_GOHW is not None and ctx.needs_input_grad[0]:
             of_x = _convolved(gradient_GOHW, bank.flipped, None, bank, ctx.functions, ctx.numbers_G)
@@ -267,7 +268,7 @@ class _Chain(Function):
         ctx.set_materialize_grads(False)
         _, first = call.in_op_group
         chain.compute(buffers, values, call, [each[first : first + call.size] for each in chain.made])
-        return state, *(each.clone() for each in tokens)
+        return state.detach(), *(each.clone() for each in tokens)
 
     @staticmethod
     @once_differentiable
@@ -279,7 +280,7 @@ class _Chain(Function):
             values, *made = ctx.saved_tensors
             _, first = call.in_op_group
             end = first + call.size
-            if not any(ctx.needs_input_grad[5:]):  # no weight is trained
+            if not any(bank.is_trained for bank in ctx.banks):
                 gradients = [_empty(values, call.size, bank.weight_FTIO) for bank in ctx.banks]
             else:
                 if number not in ctx.banks[0].kept:
