@@ -34,7 +34,7 @@ from benchmarks.messages import (
 from benchmarks.tree_networks import lstm_state
 from benchmarks.trees import SENTIMENTS, Tree, sst_like
 from iep.batching.execute import execute
-from iep.batching.placement import OpPlacement, balanced_placement
+from iep.batching.placement import OpPlacement, longest_first
 from iep.batching.plan import Plan, Read
 
 STATES, INPUTS, SCORES = range(3)
@@ -58,7 +58,8 @@ class MessageNetwork(nn.Module):
 
     def placement(self, workers: int) -> OpPlacement:
         """Return a placement on workers of the CPU, with the most expensive ops on workers of their own."""
-        return balanced_placement(self.costs, workers, 0, len(self.ops) - 1)
+        ops = longest_first(self.costs, workers)
+        return OpPlacement((torch.device("cpu"),) * workers, ops, ops[0], ops[len(self.ops) - 1])
 
     def plan(self, samples: Sequence[Any], placement: OpPlacement | None = None) -> Plan:
         """Return the plan of a minibatch."""

@@ -227,9 +227,12 @@ class Config:
     """Run each image's stem, and equal subtrees over one image, once. If unset, training shares only where this is
     exact, that is without batch norm and dropout, and validation always does."""
     execution: str = setting(
-        "auto", choices=("auto", *choices.EXECUTIONS), models=WITH_ENGINE, former={"grouped": "calls"}
+        choices.DEFAULT_EXECUTION,
+        choices=tuple(choices.EXECUTIONS),
+        models=WITH_ENGINE,
+        former={"auto": "calls", "grouped": "calls"},
     )
-    """How module calls run: one function in each call (calls, which `auto` is), or all of one architecture."""
+    """How module calls run: one function in each call (calls), or all of one architecture."""
     defer_weight_grads: bool = setting(False, models=WITH_ENGINE)
     """Compute the gradient of each module's weights once a step, over all its calls."""
     train_split: str = "train"

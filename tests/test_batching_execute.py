@@ -30,7 +30,7 @@ from iep.batching.plan import Read, Signature, Types, make_plan
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, make_schedule
 from iep.batching.sharing import share
-from iep.execution_engine.placement import least_time, rows_copied
+from iep.bench.show_plans import least_time, rows_copied
 
 CPUS = (torch.device("cpu"), torch.device("cpu"))
 OP_GROUP = 100

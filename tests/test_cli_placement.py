@@ -67,7 +67,7 @@ def test_training_on_several_devices_is_training_on_one(data, alone, devices, pl
 def test_the_placement_is_printed_once_and_written_to_a_file_that_gives_it_again(data, tmp_path) -> None:
     given, kept = ("--model", "ee", "--data", data, "workers=1"), tmp_path / "run" / "placement.yaml"
     text = train(tmp_path / "run", *given, *PLACED)
-    assert text.count("placement balanced:") == text.count("the forward pass of a minibatch of 8 questions copies") == 1
+    assert text.count("placement balanced:") == 1
     assert tuple(yaml.safe_load(kept.read_text())) == ("stem", *VOCAB.program[2:], "classifier")
     train(tmp_path / "again", *given, "--placement", kept, "--devices", "cpu,cpu")
     assert (tmp_path / "again" / "placement.yaml").read_text() == kept.read_text()
@@ -95,7 +95,7 @@ def test_evaluation_on_several_devices_predicts_the_answers_of_one(data, run, tm
         lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
         answers.append([json.loads(line)["predicted_answer"] for line in lines])
     assert answers[0] == answers[1]
-    assert "a minibatch of 26 questions copies" in result.stdout
+    assert "placement balanced:" in result.stdout
     assert json.loads((tmp_path / "report.json").read_text())["device"] == "cpu,cpu"
 
 
@@ -131,10 +131,21 @@ def test_training_and_evaluation_by_kernels_are_those_of_calls(data, tmp_path) -
     assert found["accuracy"] == expected["accuracy"]
 
 
-def test_grouped_execution_of_earlier_versions_is_read_as_calls(data, alone, tmp_path) -> None:
+@ONE_GPU
+@pytest.mark.parametrize("execution", EXECUTIONS[1:])
+def test_training_by_kernels_on_a_gpu_is_that_of_calls_and_is_resumed(data, execution, tmp_path) -> None:
+    how = ("--device", "cuda", "--precision", "bfloat16")
+    train(tmp_path / "calls", "--model", "ee", "--data", data, *how)
+    train(tmp_path / "run", "--model", "ee", "--data", data, *how, "--execution", execution, "iterations=2")
+    train(tmp_path / "run", "--resume", *how, "--execution", execution)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "calls"), rel=0.05)
+
+
+@pytest.mark.parametrize("former", ["auto", "grouped"])
+def test_executions_of_earlier_versions_are_read_as_calls(data, alone, former, tmp_path) -> None:
     config = (alone / "config.yaml").read_text()
-    assert "execution: auto" in config
-    (tmp_path / "old.yaml").write_text(config.replace("execution: auto", "execution: grouped"))
+    assert "execution: calls" in config
+    (tmp_path / "old.yaml").write_text(config.replace("execution: calls", f"execution: {former}"))
     train(tmp_path / "run", "--config", tmp_path / "old.yaml", "--data", data, "--device", "cpu")
     assert "execution: calls" in (tmp_path / "run" / "config.yaml").read_text()
     assert_same_run(tmp_path / "run", alone)

@@ -118,8 +118,9 @@ def test_the_plan_of_the_architecture_page_is_the_one_that_is_printed():
     assert f"```\n{plan}\n```" in text
 
 
-def test_the_core_by_hand_prints_what_its_page_shows(capsys: pytest.CaptureFixture):
-    text = (ROOT / "docs/dynamic_networks.md").read_text()
+@pytest.mark.parametrize("page", ["architecture", "dynamic_networks"])
+def test_the_core_by_hand_prints_what_its_page_shows(page: str, capsys: pytest.CaptureFixture):
+    text = (ROOT / f"docs/{page}.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "make_plan(graph" in block)
     exec(code, {})
     assert f"```\n{capsys.readouterr().out}```" in text

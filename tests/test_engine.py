@@ -33,8 +33,8 @@ from iep.asynchronous.drivers import run_threads
 from iep.asynchronous.trainer import AsynchronousTrainer, Instance
 from iep.batching.execute import execute
 from iep.batching.schedulers import SCHEDULERS
+from iep.bench.show_plans import rows_copied
 from iep.data.datasets import Batch
-from iep.execution_engine.placement import rows_copied
 from iep.execution_engine.program_graph import types_of
 from iep.models.build import build
 from iep.vocab import END, NULL, START, UNK, index_tokens

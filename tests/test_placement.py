@@ -11,6 +11,7 @@ from engine_cases import PROGRAMS_BL, TOKENS, programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from iep.bench.show_plans import describe_copies, rows_copied
 from iep.config import EngineConfig
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -18,10 +19,9 @@ from iep.execution_engine.placement import (
     Sample,
     balanced,
     costs_of,
-    describe_engine,
+    describe_placement,
     read_placement,
     round_robin,
-    rows_copied,
 )
 from iep.models.build import build, network_kwargs, place_engine
 from iep.vocab import NULL, Vocab, index_tokens
@@ -119,15 +119,13 @@ def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that
     assert costs.work == pytest.approx({part: runs.get(part, 0) / 5 * costs.flops[part] for part in engine.parts})
 
 
-@pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_parts_and_copies_are_described_in_maps_and_bytes(precision: str, size: int) -> None:
-    engine, sample = make_engine(), Sample(PROGRAMS_BL, np.arange(4), "here")
-    state = torch.get_rng_state()
-    costs = place_engine(engine, "round-robin", ("cpu", "cpu"), sample)
-    planner = engine.planner()
-    text = describe_engine("round-robin", engine, costs, sample, planner, 4, precision)
-    rows = rows_copied(planner(PROGRAMS_BL).plan, 0)
-    assert rows > 0
-    assert f"a minibatch of 4 questions copies {rows} maps of {4 * 4 * 4 * size} bytes between devices" in text
+def test_parts_and_copies_are_described_in_maps_and_bytes() -> None:
+    engine, state = make_engine(), torch.get_rng_state()
+    costs = place_engine(engine, "round-robin", ("cpu", "cpu"), Sample(PROGRAMS_BL, np.arange(4), "here"))
+    plan = engine.planner()(PROGRAMS_BL)
+    text = describe_placement("round-robin", engine.placement, costs.work)
     assert {"cpu#0", "cpu#1", *engine.parts} <= set(text.split())
+    rows, text = rows_copied(plan.plan, 0), describe_copies(plan, costs)
+    assert rows > 0
+    assert f"the forward pass copies {rows} maps of {4 * 4 * 4 * 4} bytes between devices" in text
     assert torch.get_rng_state().equal(state)

@@ -403,7 +403,7 @@ class AsynchronousTrainer:
             learns.append(bool(states[-1] and states[-1].weights) or any(learns[each] for each in step.reads))
         buffers, inputs = Buffers(plan), instance.inputs
         given = {0: inputs} if isinstance(inputs, Tensor) else inputs
-        buffers.write(Call(0, 0, (), plan.inputs), [given[made.column // plan.num_devices] for made in plan.inputs])
+        buffers.write(plan.inputs, [given[made.column // plan.num_devices] for made in plan.inputs])
         remaining = sum(self.peers is None or step.worker == self.peers.rank for step in steps)
         if remaining:
             self.in_flight[number] = _Active(instance, buffers, states, learns, remaining=remaining)
@@ -479,14 +479,14 @@ class AsynchronousTrainer:
         call = active.instance.plan.calls[number]
         if call.op < 0:  # a copy keeps nothing
             arguments = active.arrived.get(number) or [active.buffers.read(each) for each in call.arguments]
-            active.buffers.write(call, run_call(active.instance.plan, {}, call, arguments))
+            active.buffers.write(call.results, run_call(active.instance.plan, {}, call, arguments))
             return
         arguments, state = self._arguments(active, call.arguments, number), active.states[number]
         weights = state.copy() if self.backward_weights == "forward" else state.weights
         results = self._compute(active, call, state, arguments, weights)
         if active.learns[number]:
             active.kept[number] = _Kept(arguments, results, state.version, [*weights.values()])
-        active.buffers.write(call, [each.detach() for each in results])
+        active.buffers.write(call.results, [each.detach() for each in results])
 
     def _loss(self, number: int, active: _Active) -> None:
         plan = active.instance.plan

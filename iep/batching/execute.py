@@ -38,8 +38,8 @@ def execute(
             tensor, or as many as the op's signature has. Row g belongs to node g. It must not change its arguments in
             place, as they may share memory with results of other calls; PyTorch raises an error if it needs gradients.
             An op group's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call;
-            without one, its functions run in a loop. A callable with a method `run_in_place(token, buffers, call)`
-            reads and writes the buffers itself (`fused.py`).
+            without one, its functions run in a loop. A callable with a method `run_in_place(states, buffers, call)`
+            reads and writes the buffers itself, and returns the states of the columns after it (`fused.py`).
         inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in the same
             dtype and memory format. For a graph with types, one such tensor for each column that has inputs; the
             result is then a tuple with a tensor for each of the types' roots.
@@ -63,31 +63,38 @@ def execute(
     return values[0] if isinstance(inputs, Tensor) else tuple(values)
 
 
-def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool) -> list[Tensor]:
-    """Run the calls in order, after a first call that writes the inputs, and before a last one that reads the roots."""
-    before, last, nothing = Call(0, 0, (), plan.inputs), Call(0, 0, plan.roots, ()), Call(0, 0, (), ())
+def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) -> Sequence[Tensor]:
+    """Run the calls in order. Between two calls, write the results of one and read the arguments of the next.
+
+    The *state* of a column stands for its values between two calls, (num_rows, F), but takes no memory. Its gradient is
+    the gradient of these values, which a backward pass therefore passes from one exchange to the previous one.
+    """
     buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
     context = partial(computed_by, DeferredWeightGrads()) if defer and is_recorded else nullcontext
-    # The token orders the exchanges in the backward pass: each exchange reads the token of the previous one.
-    token = torch.empty(0, device=results[0].device)
-    for call in (*plan.calls, last):
+    states: Sequence[Tensor] = ()
+    results, values = plan.inputs, inputs
+
+    def exchange(reads: Sequence[Argument]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Write `values`, and return the states and the arguments."""
+        if not is_recorded:
+            buffers.write(results, values)
+            return (), buffers.arguments(reads)
+        found, count = _Exchange.apply(buffers, results, reads, *states, *values), len(buffers.kinds)
+        return found[:count], found[count:]
+
+    for call in plan.calls:
         module = modules[call.op] if call.segments is not None and call.op in modules else None
         if hasattr(module, "run_in_place"):
-            if before.results and is_recorded:
-                token, *_ = _Exchange.apply(token, buffers, before, nothing, *results)
-            elif before.results:
-                buffers.write(before, results)
-            token, results, before = module.run_in_place(token, buffers, call), (), nothing
-            continue
-        if is_recorded:
-            token, *arguments = _Exchange.apply(token, buffers, before, call, *results)
+            if results:
+                states, _ = exchange(())
+            states, results, values = module.run_in_place(states, buffers, call), (), ()
         else:
-            arguments = buffers.exchange(before, call, results)
-        if call is not last:
+            states, arguments = exchange(call.arguments)
             with context():
-                results, before = run_call(plan, modules, call, arguments), call
+                results, values = call.results, run_call(plan, modules, call, arguments)
+    _, found = exchange(plan.roots)
     buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
-    return arguments
+    return found
 
 
 def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -142,6 +149,11 @@ class _Kind:
         make = torch.zeros if zeros else torch.empty
         return make(num_rows, self.shape.numel(), dtype=self.dtype, device=self.device)
 
+    def state(self, num_rows: int) -> Tensor:
+        """Return (num_rows, F) rows that share the memory of one number, as floats for a column of integers."""
+        dtype = self.dtype if self.dtype.is_floating_point or self.dtype.is_complex else torch.float32
+        return torch.empty(1, dtype=dtype, device=self.device).expand(num_rows, self.shape.numel())
+
     def view(self, rows: Tensor, count: int | None = None) -> Tensor:
         """View (G, F) rows as values (G, ...), or (G * count, F) rows as (G, count, ...)."""
         size = rows.stride(0)
@@ -159,14 +171,13 @@ class _Kind:
 
 
 class Buffers:
-    """The values of each column during a run, and in the backward pass their gradients."""
+    """The values of each column during a run, and during a step of the backward pass their gradients."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.kinds: dict[int, _Kind] = {}
         self.values: dict[int, Tensor] = {}
-        self.gradients: dict[int, dict[int, Tensor]] = {}
-        """The gradients of each backward pass. One pass may run within another, or end before it reaches the inputs."""
+        self.gradients: dict[int, Tensor | None] = {}
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -174,27 +185,32 @@ class Buffers:
         device = next(iter(self.values.values())).device
         return torch.arange(max(column.num_rows for column in self.plan.columns), device=device)
 
-    def write(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Write the results of a call.
+    def write(self, results: Sequence[Result], values: Sequence[Tensor]) -> None:
+        """Write the results of a call, or the inputs.
 
         Raises:
             ValueError: a result has another shape than the column, or a dtype that the column's cannot represent.
         """
-        for (column, rows), values in zip(call.results, results, strict=True):
+        for (column, rows), given in zip(results, values, strict=True):
             kind, size = self.kinds.get(column), rows.stop - rows.start
             if kind is None:
-                kind = self.kinds[column] = _Kind(values)
-            if values.shape != (size, *kind.shape):
-                raise ValueError(f"op {call.op} returned {tuple(values.shape)}, expected {(size, *kind.shape)}")
-            if values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
-                raise ValueError(f"op {call.op} returned {values.dtype}, which a column of {kind.dtype} cannot hold")
+                kind = self.kinds[column] = _Kind(given)
+            found, expected = tuple(given.shape), (size, *kind.shape)
+            if found != expected:
+                raise ValueError(f"op {self._op_of(results)} returned {found}, expected {expected}")
+            if given.dtype != kind.dtype and not torch.can_cast(given.dtype, kind.dtype):
+                what = f"{given.dtype}, which a column of {kind.dtype} cannot hold"
+                raise ValueError(f"op {self._op_of(results)} returned {what}")
             num_rows = self.plan.columns[column].num_rows
             if num_rows == size:  # no other call writes into the column: its values are the buffer
-                self.values[column] = kind.flatten(values.detach())
+                self.values[column] = kind.flatten(given.detach())
                 continue
             if column not in self.values:
                 self.values[column] = kind.buffer(num_rows)
-            kind.view(self.values[column][rows]).copy_(values)
+            kind.view(self.values[column][rows]).copy_(given)
+
+    def _op_of(self, results: Sequence[Result]) -> int:
+        return next(call.op for call in self.plan.calls if call.results is results)
 
     def read(self, argument: Argument) -> Tensor:
         """Return an argument, (G, ...) or (G, count, ...): a view of the buffer if the rows are adjacent, or a copy."""
@@ -224,20 +240,19 @@ class Buffers:
         rows = self.plan.rows(argument)
         return rows if isinstance(rows, Tensor) else self.numbers[rows]
 
-    def exchange(self, before: Call, call: Call, results: Sequence[Tensor]) -> list[Tensor]:
-        """Write the results of the call `before`, and return the arguments of `call`; those of the roots are copies."""
-        self.write(before, results)
-        arguments = [self.read(each) for each in call.arguments]
-        return [each.clone() for each in arguments] if call.arguments is self.plan.roots else arguments
+    def arguments(self, reads: Sequence[Argument]) -> list[Tensor]:
+        """Return the arguments of a call, or copies of the roots."""
+        found = [self.read(each) for each in reads]
+        return [each.clone() for each in found] if reads is self.plan.roots else found
 
     def add_gradient(self, argument: Argument, gradient: Tensor | None) -> None:
         """Add the gradient of an argument to the gradients of the rows from which it was read."""
         if gradient is None:
             return
-        kind, gradients = self.kinds[argument.column], self.gradients.setdefault(torch._C._current_graph_task_id(), {})
-        if argument.column not in gradients:
-            gradients[argument.column] = kind.buffer(self.plan.columns[argument.column].num_rows, zeros=True)
-        rows = gradients[argument.column]
+        kind, rows = self.kinds[argument.column], self.gradients.get(argument.column)
+        if rows is None:
+            rows = kind.buffer(self.plan.columns[argument.column].num_rows, zeros=True)
+            self.gradients[argument.column] = rows
         if argument.is_adjacent:
             kind.view(rows[argument.rows], argument.count).add_(gradient)
             return
@@ -248,7 +263,7 @@ class Buffers:
 
     def gradient(self, made: Result) -> Tensor | None:
         """Return the gradient of a result, or None if no value of its column has a gradient yet."""
-        gradients = self.gradients.get(torch._C._current_graph_task_id(), {}).get(made.column)
+        gradients = self.gradients.get(made.column)
         if gradients is None:
             return None
         rows = gradients[made.rows]
@@ -258,29 +273,38 @@ class Buffers:
 
 
 class _Exchange(Function):
-    """Write the results of a call, then read the arguments of the next; in the backward pass, the reverse."""
+    """Write the results of a call, then read the arguments of the next; in the backward pass, the reverse.
+
+    The gradients of the states belong to one backward pass, as one may run within another or end before it reaches the
+    inputs.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, buffers: Buffers, before: Call, call: Call, *results: Tensor
+        ctx: Any, buffers: Buffers, results: Sequence[Result], reads: Sequence[Argument], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.buffers, ctx.before, ctx.call = buffers, before, call
+        num_states = len(buffers.kinds)
+        states, values = [each.detach() for each in tensors[:num_states]], tensors[num_states:]
         ctx.set_materialize_grads(False)
-        if before.results is buffers.plan.inputs:
-            ctx.save_for_backward(*results)  # autograd detects changes of the inputs, which are not copied
-        arguments = buffers.exchange(before, call, results)
+        if results is buffers.plan.inputs:
+            ctx.save_for_backward(*values)  # autograd detects changes of the inputs, which are not copied
+        buffers.write(results, values)
+        columns = tuple(buffers.kinds)
+        states += [buffers.kinds[each].state(buffers.plan.columns[each].num_rows) for each in columns[num_states:]]
+        ctx.exchange = buffers, results, reads, columns, num_states
+        arguments = buffers.arguments(reads)
         whole = [each for each in arguments if not (each.is_floating_point() or each.is_complex())]
         ctx.mark_non_differentiable(*whole)
-        return token.new_empty(0), *arguments
+        return *states, *arguments
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        buffers = ctx.buffers
-        for argument, gradient in zip(ctx.call.arguments, gradients, strict=True):
+        buffers, results, reads, columns, num_states = ctx.exchange
+        buffers.gradients = dict(zip(columns, gradients, strict=False))
+        for argument, gradient in zip(reads, gradients[len(columns) :], strict=True):
             buffers.add_gradient(argument, gradient)
-        found = [buffers.gradient(each) for each in ctx.before.results]
-        if not ctx.needs_input_grad[0]:  # no earlier exchange has a backward pass
-            buffers.gradients.pop(torch._C._current_graph_task_id(), None)
-        return None, None, None, None, *found
+        found = [buffers.gradient(each) for each in results]
+        of_states, buffers.gradients = list(buffers.gradients.values())[:num_states], {}
+        return None, None, None, *of_states, *found

@@ -20,7 +20,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching import triton_conv
-from iep.batching.layers import Conv2d, computed_by
+from iep.batching.deferred import new_token, token_of_pass
+from iep.batching.layers import Conv2d, autocast_dtype, computed_by
 from iep.batching.op_groups import together_of
 from iep.batching.plan import Call, Functions, OpGroup, Plan
 from iep.batching.triton_conv import Maps
@@ -69,18 +70,21 @@ class Bank:
 
     def __init__(self, convs: Sequence[nn.Conv2d], dtype: torch.dtype):
         self.dtype, self.size, self.dilation = dtype, convs[0].kernel_size[0], convs[0].dilation[0]
-        self.kept: dict[int, _Pairs | list[tuple[Tensor, Tensor, Functions]]] = {}
-        """By backward pass, the pairs of all calls, or input, output gradient and functions of each call."""
+        self.kept: dict[float, _Pairs | list[tuple[Tensor, Tensor, Functions]]] = {}
+        """By the number of the backward pass, the pairs of all calls, or input, output gradient and functions of each
+        call."""
         self._parameters = (*(conv.weight for conv in convs), *(conv.bias for conv in convs))
+        self.is_trained = any(each.requires_grad for each in self._parameters)
 
-    def stack(self) -> tuple[Tensor, Tensor]:
-        """Stack the weights and biases, and return them with their graph.
+    def stack(self) -> Tensor:
+        """Stack the weights and biases, and return the token that the first call reads.
 
-        The graph refers to the bank, which keeps them without it: a cycle of references would keep a step's memory.
+        The token's graph refers to the bank, which keeps the weights without it: a cycle of references would keep a
+        step's memory.
         """
-        stacked = _Stacked.apply(self, *self._parameters)
+        *stacked, token = _Stacked.apply(self, *self._parameters)
         self.weight_FTIO, self.bias_FO = (each.detach() for each in stacked)
-        return stacked
+        return token
 
     @cached_property
     def flipped(self) -> Tensor:
@@ -97,22 +101,22 @@ def _joined(calls: Sequence[tuple[Tensor, Tensor, Functions]]) -> _Pairs:
 
 
 class _Stacked(Function):
-    """Return the weights, (F, T, I, O), and biases, (F, O), of a bank.
+    """Return the weights, (F, T, I, O), and biases, (F, O), of a bank, and a token.
 
     The backward pass runs after that of all calls and returns the parameters' gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, bank: Bank, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, bank: Bank, *parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.bank, ctx.like, count = bank, parameters[0], len(parameters) // 2
         ctx.set_materialize_grads(False)
         weight_FTIO = torch.stack(parameters[:count]).to(bank.dtype).permute(0, 3, 4, 2, 1).flatten(1, 2)
-        return weight_FTIO.contiguous(), torch.stack(parameters[count:]).to(bank.dtype)
+        return weight_FTIO.contiguous(), torch.stack(parameters[count:]).to(bank.dtype), new_token()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        bank, kept = ctx.bank, ctx.bank.kept.pop(torch._C._current_graph_task_id(), None)
+    def backward(ctx: Any, _: None, __: None, of_token: Tensor) -> tuple[Tensor | None, ...]:
+        bank, kept = ctx.bank, ctx.bank.kept.pop(of_token.item(), None)
         if kept is None:
             return (None,) * len(ctx.needs_input_grad)
         pairs = kept if isinstance(kept, _Pairs) else _joined(kept)
@@ -137,7 +141,8 @@ class ConvModule:
         self._module = members[0]
         alike = zip(*(each.modules() for each in members), strict=True)
         self._convs = {convs[0].weight: convs for convs in alike if isinstance(convs[0], Conv2d)}
-        self._banks: dict[tuple[Tensor, torch.dtype], tuple[Bank, tuple[Tensor, Tensor]]] = {}
+        self._banks: dict[tuple[Tensor, torch.dtype], tuple[Bank, Tensor]] = {}
+        """By weight and dtype, the bank of a convolution and the token of its last call."""
         self._numbers = torch.arange(len(op_group.index), device=op_group.index.device)
 
     def __call__(self, functions: Functions, *arguments: Tensor) -> Any:
@@ -147,15 +152,16 @@ class ConvModule:
 
     def _conv(self, functions: Functions, _: Callable, x_GIHW: Tensor, weight: Tensor, *__: Any) -> Tensor:
         """Return the result of the convolution that has a weight, (G, O, H, W)."""
-        device = x_GIHW.device.type
-        if torch.is_autocast_enabled(device) and x_GIHW.dtype != torch.float64:
-            x_GIHW = x_GIHW.to(torch.get_autocast_dtype(device))
+        if (dtype := autocast_dtype(x_GIHW)) is not None:
+            x_GIHW = x_GIHW.to(dtype)
         key = weight, x_GIHW.dtype
         if key not in self._banks:
             bank = Bank(self._convs[weight], x_GIHW.dtype)
             self._banks[key] = bank, bank.stack()
-        bank, stacked = self._banks[key]
-        return _Conv.apply(x_GIHW, *stacked, bank, functions, self._numbers[: len(x_GIHW)])
+        bank, token = self._banks[key]
+        result, token = _Conv.apply(x_GIHW, token, bank, functions, self._numbers[: len(x_GIHW)])
+        self._banks[key] = bank, token
+        return result
 
 
 class _Conv(Function):
@@ -163,24 +169,23 @@ class _Conv(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_GIHW: Tensor, _: Tensor, __: Tensor, bank: Bank, functions: Functions, numbers_G: Tensor
-    ) -> Tensor:
+        ctx: Any, x_GIHW: Tensor, token: Tensor, bank: Bank, functions: Functions, numbers_G: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x_GIHW)
         ctx.bank, ctx.functions, ctx.numbers_G = bank, functions, numbers_G
         ctx.set_materialize_grads(False)
         result = _convolved(x_GIHW, bank.weight_FTIO, bank.bias_FO, bank, functions, numbers_G)
-        return result.data  # not a view, so that modules may modify it in place
+        return result.data, token.clone()  # not a view, so that modules may modify the result in place
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_GOHW: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_x, (x_GIHW,), bank = None, ctx.saved_tensors, ctx.bank
-        if gradient_GOHW is not None and ctx.needs_input_grad[1]:
-            kept = bank.kept.setdefault(torch._C._current_graph_task_id(), [])
-            kept.append((x_GIHW, gradient_GOHW, ctx.functions))
+    def backward(ctx: Any, gradient_GOHW: Tensor | None, of_token: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_x, (x_GIHW,), bank, of_token = None, ctx.saved_tensors, ctx.bank, token_of_pass(of_token)
+        if gradient_GOHW is not None and bank.is_trained:
+            bank.kept.setdefault(of_token.item(), []).append((x_GIHW, gradient_GOHW, ctx.functions))
         if gradient_GOHW is not None and ctx.needs_input_grad[0]:
             of_x = _convolved(gradient_GOHW, bank.flipped, None, bank, ctx.functions, ctx.numbers_G)
-        return of_x, None, None, None, None, None
+        return of_x, of_token, None, None, None
 
 
 def _convolved(
@@ -215,22 +220,23 @@ class ConvChain:
         self.op_group, self.steps = op_group, members[0].conv_steps
         self._convs = [[member.get_submodule(step.conv) for member in members] for step in self.steps]
         self.banks: list[Bank] = []
-        self._stacked: list[Tensor] = []
+        self._tokens: Sequence[Tensor] = ()
         self.made: list[Tensor] = []
         """In training, the results of all steps but the last for the rows of all calls, (N, H, W, O) each."""
 
-    def run_in_place(self, token: Tensor, buffers: "Buffers", call: Call) -> Tensor:
-        """Write the results of a call into the buffers, and return the token of the next exchange."""
+    def run_in_place(self, states: Sequence[Tensor], buffers: "Buffers", call: Call) -> Sequence[Tensor]:
+        """Write the results of a call into the buffers, and return the states of the columns after it."""
         values, is_recorded = buffers.maps(0), torch.is_grad_enabled()
         if not self.banks:
             self.banks = [Bank(convs, values.dtype) for convs in self._convs]
-            self._stacked = [tensor for bank in self.banks for tensor in bank.stack()]
+            self._tokens = [bank.stack() for bank in self.banks]
             if is_recorded:
                 self.made = self._between(values, len(self.op_group.index))
         if is_recorded:
-            return _Chain.apply(token, self, buffers, values, call, *self._stacked)
+            state, *self._tokens = _Chain.apply(*states, self, buffers, values, call, *self._tokens)
+            return (state,)
         self.compute(buffers, values, call, self._between(values, call.size))
-        return token
+        return ()
 
     def _between(self, values: Tensor, size: int) -> list[Tensor]:
         return [_empty(values, size, bank.weight_FTIO) for bank in self.banks[:-1]]
@@ -252,14 +258,8 @@ class _Chain(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        token: Tensor,
-        chain: ConvChain,
-        buffers: "Buffers",
-        values: Tensor,
-        call: Call,
-        *_: Tensor,
-    ) -> Tensor:
+        ctx: Any, state: Tensor, chain: ConvChain, buffers: "Buffers", values: Tensor, call: Call, *tokens: Tensor
+    ) -> tuple[Tensor, ...]:
         # Autograd frees saved tensors after the backward pass. The chain is not kept, because it refers to the results
         # of all calls. `.data` does not share a version counter, which the writes of later calls increase.
         ctx.save_for_backward(values.data, *(each.data for each in chain.made))
@@ -268,18 +268,19 @@ class _Chain(Function):
         ctx.set_materialize_grads(False)
         _, first = call.in_op_group
         chain.compute(buffers, values, call, [each[first : first + call.size] for each in chain.made])
-        return token.new_empty(0)
+        return state.detach(), *(each.clone() for each in tokens)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        buffers, call, number = ctx.buffers, ctx.call, torch._C._current_graph_task_id()
+    def backward(ctx: Any, of_state: Tensor | None, *of_tokens: Tensor | None) -> tuple[Tensor | None, ...]:
+        buffers, call, of_token = ctx.buffers, ctx.call, token_of_pass(of_tokens[0])
+        buffers.gradients, number = {0: of_state}, of_token.item()
         of_result = buffers.gradient(call.results[0])
         if of_result is not None:
             values, *made = ctx.saved_tensors
             _, first = call.in_op_group
             end = first + call.size
-            if not any(ctx.needs_input_grad[5:]):  # no weight is trained
+            if not any(bank.is_trained for bank in ctx.banks):
                 gradients = [_empty(values, call.size, bank.weight_FTIO) for bank in ctx.banks]
             else:
                 if number not in ctx.banks[0].kept:
@@ -291,12 +292,11 @@ class _Chain(Function):
             of_arguments = _Chain._of_arguments(ctx, gradients, [each[first:end] for each in made])
             for argument, of_argument in zip(call.arguments, of_arguments, strict=True):
                 buffers.add_gradient(argument, of_argument.permute(0, 3, 1, 2))
-        if not ctx.needs_input_grad[0]:
-            buffers.gradients.pop(number, None)
-        return (None,) * len(ctx.needs_input_grad)
+        of_state, buffers.gradients = buffers.gradients[0], {}
+        return of_state, None, None, None, None, *[of_token] * len(of_tokens)
 
     @staticmethod
-    def _begin(ctx: Any, number: int, values: Tensor, made: Sequence[Tensor]) -> None:
+    def _begin(ctx: Any, number: float, values: Tensor, made: Sequence[Tensor]) -> None:
         """Allocate the gradients of all calls for a backward pass, and keep the inputs of the steps."""
         buffers, op_group, end = ctx.buffers, ctx.op_group, ctx.call.in_op_group[1] + ctx.call.size
         calls = [each.arguments for each in buffers.plan.calls if each.op == ctx.call.op]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,6 +29,13 @@ def computed_by(compute: Compute) -> Iterator[None]:
         yield
     finally:
         _compute.reset(before)
+
+
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast converts the input and weights of a layer, or None if it converts nothing."""
+    device = input.device.type
+    is_cast = torch.is_autocast_enabled(device) and input.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if is_cast else None
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ Shapes: N nodes, S slots, D devices, X copies, A greatest number of arguments.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,16 +111,19 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     )
 
 
-def balanced_placement(costs: Mapping[int, float], workers: int, inputs: int, roots: int) -> OpPlacement:
-    """Return a placement on workers of the CPU. The most expensive op comes first, each on the least loaded worker.
+def longest_first(costs: Mapping[Any, float], count: int) -> dict[Any, int]:
+    """Return the position of a device for every op or part, so that the devices have similar loads.
+
+    This is the rule of the longest processing time first (Graham 1969, Bounds on multiprocessing timing anomalies): the
+    remaining op with the greatest cost is assigned to the device with the least load. Of equal ops or devices, the
+    earlier one is chosen.
 
     Args:
         costs: the cost of each op, in any unit.
-        inputs: the op on whose worker the inputs are.
-        roots: the op on whose worker the results are.
+        count: the number of devices.
     """
-    load, ops = [0.0] * workers, dict[int, int]()
+    load, found = [0.0] * count, {}
     for op in sorted(costs, key=costs.__getitem__, reverse=True):
-        ops[op] = load.index(min(load))
-        load[ops[op]] += costs[op]
-    return OpPlacement((torch.device("cpu"),) * workers, ops, ops[inputs], ops[roots])
+        found[op] = load.index(min(load))
+        load[found[op]] += costs[op]
+    return found

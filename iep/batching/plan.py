@@ -170,9 +170,8 @@ class Plan:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All index tensors."""
-        found: list[torch.Tensor] = []
-        self.map(lambda tensor: found.append(tensor) or tensor)
-        return found
+        of_op_groups = (tensor for each in self.op_groups.values() for tensor in each.tensors)
+        return [*(column.index for column in self.columns), *of_op_groups]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
         """Return the plan with `function` applied to its index tensors."""

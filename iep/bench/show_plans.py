@@ -5,7 +5,7 @@ of example 2. A node that several tokens share has the name of the first. No mod
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from matplotlib.colors import hsv_to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from iep.batching.plan import Plan
 from iep.batching.schedulers import lower_bound
 from iep.bench.strategy import Strategy
 from iep.bench.workload import encode, programs_of
@@ -23,8 +24,17 @@ from iep.config import EngineConfig
 from iep.data.question_file import load_vocab, open_split
 from iep.errors import InputError, nearest
 from iep.evaluation.json_report import align_rows
-from iep.execution_engine.placement import NONE, Sample, check_options, costs_of, describe_engine, make_placement
+from iep.execution_engine.placement import (
+    NONE,
+    Costs,
+    Sample,
+    check_options,
+    costs_of,
+    describe_placement,
+    make_placement,
+)
 from iep.execution_engine.program_plan import ProgramPlan
+from iep.execution_engine.roles import MAP
 from iep.models.build import build, network_kwargs
 from iep.programs import SCENE
 from iep.runtime.files import check_writable, write_bytes, write_json
@@ -37,6 +47,7 @@ GOLDEN = 0.618
 """The step from the hue of one function to that of the next: the golden ratio, whose multiples are far apart."""
 FEATURE_SHAPE = (1024, 14, 14)
 """The shape for which an engine is placed; its defaults are meant for it."""
+FLOAT32_BYTES = 4
 
 
 class Token(NamedTuple):
@@ -132,6 +143,46 @@ def draw_plans(plans: Sequence[tuple[str, ProgramPlan, Sequence[Sequence[Token]]
     return figure
 
 
+def rows_copied(plan: Plan, column: int) -> int:
+    """Return the number of values of a column that the forward pass copies, or of gradients that the backward does."""
+    results = (result for call in plan.calls if call.op < 0 for result in call.results)
+    return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
+
+
+def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
+    """Return a lower bound of the time of a placed plan, in the unit of `cost_of_row`.
+
+    A call takes the cost of its rows, a device runs one call at a time, and copies take no time.
+    """
+    clocks = [0.0] * plan.num_devices
+    ready = [np.zeros(column.num_rows) for column in plan.columns]
+    for call in plan.calls:
+        time = max([0.0, *(ready[each.column][plan.rows(each)].max() for each in call.arguments)])
+        if call.op >= 0:
+            device = call.results[0].column % plan.num_devices
+            time = clocks[device] = max(clocks[device], time) + call.size * cost_of_row[call.op]
+        for result in call.results:
+            ready[result.column][result.rows] = time
+    return max(clocks)
+
+
+def describe_copies(plan: ProgramPlan, costs: Costs) -> str:
+    """Return a description of the copies between the devices of a placed plan in float32, and of its least time."""
+    kinds, total = [], 0
+    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=False)):
+        if (copied := rows_copied(plan.plan, column)) or column == MAP:
+            kinds.append(f"{copied} {name} of {size * FLOAT32_BYTES:,} bytes")
+        total += copied * size * FLOAT32_BYTES
+    flops = {op: costs.flops[token] for op, token in enumerate(plan.program_tokens) if token in costs.flops}
+    alone = sum(call.size * flops[call.op] for call in plan.plan.calls if call.op >= 0)
+    share = least_time(plan.plan, flops) / alone if alone else 1
+    return (
+        f"  the forward pass copies {' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the backward "
+        "pass as many gradients\n"
+        f"  together, the devices take at least {share:.0%} of one device's time for the modules"
+    )
+
+
 def show_plans(
     strategies: Sequence[Strategy],
     programs: Sequence[str],
@@ -189,7 +240,8 @@ def show_plans(
         ops = ", ".join(f"{op} is {plan.program_tokens[op]}" for op in np.unique(plan.graph.op))
         texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]
         if placement != NONE:
-            texts.append(describe_engine(placement, engine, costs, sample, planner, len(programs_BL), "float32"))
+            placed = describe_placement(placement, engine.placement, costs.work)
+            texts.append(f"{placed}\n{describe_copies(plan, costs)}")
         shown.append((title, plan, examples))
     text = "\n\n".join(texts)
     print(text)

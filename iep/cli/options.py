@@ -141,10 +141,10 @@ execution_options = all_of(
     ),
     click.option(
         "--execution",
-        type=click.Choice(("auto", *EXECUTIONS)),
+        type=click.Choice(tuple(EXECUTIONS)),
         help="How module calls run. calls: one function in each call, or all of one arity if they share their weights "
         "(--modules vector). triton: all functions of one architecture that are ready in one call, by Triton kernels, "
-        "on a GPU in bfloat16. cuda_graph: like triton, as CUDA graphs, for training. auto: calls.  "
+        "on a GPU in bfloat16. cuda_graph: like triton, as CUDA graphs, for training.  "
         f"[default: {Config.execution}]",
     ),
     click.option(

@@ -17,6 +17,7 @@ from iep.data.ordering import Order, deal, step_numbers
 from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.execution_engine.program_plan import Planner, ProgramPlan
+from iep.program_generator.encoder import trim
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Batch:
     index: torch.Tensor
     """(B,) position of each question in its data set."""
     questions: torch.Tensor
-    """(B, T) question tokens, padded with `<NULL>` on the right."""
+    """(B, T) question tokens, padded with `<NULL>` on the right to the length of the batch's longest question."""
     programs: torch.Tensor | None
-    """(B, L) prefix program tokens."""
+    """(B, L) prefix program tokens, padded in the same way."""
     answers: torch.Tensor | None
     """(B,) answer indices."""
     features: torch.Tensor | None = None
@@ -106,14 +107,14 @@ class ClevrDataset:
         """
         rows, draws = choice
         part = self.questions.select(rows)
-        programs_BL = None if part.programs is None else torch.from_numpy(part.programs)
+        programs_BL = None if part.programs is None else trim(torch.from_numpy(part.programs)).contiguous()
         features, image_rows = None, None
         if self.features is not None:
             images, inverse = np.unique(part.image_idxs, return_inverse=True)
             features, image_rows = self.features.read(images, allocate), inverse
         return Batch(
             index=torch.from_numpy(np.asarray(rows)),
-            questions=torch.from_numpy(part.questions),
+            questions=trim(torch.from_numpy(part.questions)).contiguous(),
             programs=programs_BL,
             answers=None if part.answers is None else torch.from_numpy(part.answers),
             features=features,

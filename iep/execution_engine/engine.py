@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from iep.batching.execute import execute
-from iep.batching.op_groups import architecture, grouped_modules
+from iep.batching.op_groups import architecture
 from iep.batching.template import Template
 from iep.execution_engine.choices import (
     DEFAULT_EXECUTION,
@@ -26,13 +25,14 @@ from iep.execution_engine.choices import (
     check_choice,
     make_module_set,
 )
+from iep.execution_engine.execution import CudaGraphs, Execution, run_calls, run_kernels
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_graph import is_of_maps, num_kinds, roles_of
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
-from iep.execution_engine.roles import MAP, result_kind
+from iep.execution_engine.roles import MAP, ModuleSet, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.execution_engine.trace import run_tree
-from iep.programs import program_tree, scene_index
+from iep.programs import SCENE, program_tree
 
 NOT_ROW_BY_ROW = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -45,101 +45,36 @@ class ExecutionEngine(nn.Module):
     """A stem, one module for each program token, and a classifier (Johnson et al. 2017, section 3.2).
 
     Each module is a direct child that is named after its token. Tokens without a role in the set of modules have no
-    module: `<NULL>`, `<START>`, and `scene` if it is the stem's output. `iep.config.EngineConfig` has the defaults.
+    module: `<NULL>`, `<START>`, and `scene` if it is the stem's output.
 
     Args:
         program_tokens: the program vocabulary, special tokens first.
-        num_answers: A.
-        feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
-        feature_height: H of the features.
-        feature_width: W of the features.
-        modules: the name of a set of modules in `choices.MODULES`, or its `MODULE:CLASS`.
-        module_dim: the number of channels of every module's maps.
-        module_residual: blocks add their input to their output. Only for the set `iep`.
-        module_norm: the batch norm after every convolution of a block: 'none', 'batch' over all rows of a call, or
-            'example' over each row by itself, as if examples ran one at a time. Only for the set `iep`.
-        scene: `scene` is a 'module' on the stem's output, or the 'stem' output itself. Only for the set `iep`.
-        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none' for features that already have
-            `module_dim` channels.
-        stem_widths: the channels of the stem's convolutions before the last, which has `module_dim`.
-        stem_stride: the factor by which the modules' grid is smaller than the features' grid along each side.
-        stem_pixels: for a stem of pixels, the side of the small patches that its first convolution reads.
-        stem_norm: batch norm after every convolution of the stem.
-        initialization: 'kaiming' for normal weights (Johnson et al. 2017), or 'torch' for PyTorch's defaults, which are
-            smaller, so that activations do not grow along a deep tree of modules at the start.
-        classifier_projection: the channels of the classifier's 1x1 convolution; 0 for none.
-        classifier_pool: the side of the classifier's max-pool window; 1 for none.
-        classifier_hidden: the widths of the classifier's linear layers before the last.
-        classifier_norm: batch norm after each layer of the classifier but the last.
-        classifier_dropout: the probability of dropping a unit after each linear layer but the last, in training.
-        module_settings: further arguments of the class of a set of modules of another package.
-        stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
-            checkpoints of the original toolkit.
-        classifier_pool_rest: if the pooling window does not divide the grid, pool the rest of it too; the original
-            toolkit drops it.
+        module_set: the set of modules, which makes the module of each token.
+        stem: image features -> maps, (N, C, H, W).
+        classifier: results of programs, (B, C, H, W) or (B, C, 1, 1), -> answer logits, (B, A).
+        grid: H and W of the maps.
 
     Raises:
-        ValueError: a choice is unknown, the vocabulary has no `scene`, a token cannot name a module, the set of modules
-            does not support a setting or a token, the features do not fit the stem, or a norm does not fit the grid.
+        ValueError: the vocabulary has no `scene`, a token cannot name a module, or the set of modules does not support
+            a token.
     """
 
     def __init__(
         self,
         program_tokens: Sequence[str],
-        num_answers: int,
-        feature_dim: int,
-        feature_height: int,
-        feature_width: int,
-        modules: str,
-        module_dim: int,
-        module_residual: bool,
-        module_norm: str,
-        scene: str,
-        stem: str,
-        stem_widths: Sequence[int],
-        stem_stride: int,
-        stem_pixels: int,
-        stem_norm: bool,
-        initialization: str,
-        classifier_projection: int,
-        classifier_pool: int,
-        classifier_hidden: Sequence[int],
-        classifier_norm: bool,
-        classifier_dropout: float,
-        module_settings: Mapping[str, Any],
-        stem_bias: bool = False,
-        classifier_pool_rest: bool = True,
+        module_set: ModuleSet,
+        stem: nn.Module,
+        classifier: nn.Module,
+        grid: tuple[int, int],
     ):
         super().__init__()
-        check_choice("initialization", initialization, INITIALIZATIONS)
-        self.program_tokens, self.module_dim = tuple(program_tokens), module_dim
-        self.module_set = make_module_set(
-            modules, dim=module_dim, residual=module_residual, norm=module_norm, scene=scene, **module_settings
-        )
-        self.roles = roles_of(self.program_tokens, self.module_set)
-        self.stem = make_stem(
-            stem, feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, stem_pixels
-        )
-        self.grid = height, width = [-(-side // stem_stride) for side in (feature_height, feature_width)]
-        if module_norm != "none" and height * width == 1:
-            raise ValueError(f"module_norm {module_norm} needs maps of more than one position, and the grid is 1x1")
-        is_map = result_kind(self.roles[scene_index(self.program_tokens)]) == MAP
-        self.classifier = make_classifier(
-            (module_dim, *(self.grid if is_map else (1, 1))),
-            classifier_projection,
-            classifier_hidden,
-            num_answers,
-            classifier_pool,
-            classifier_pool_rest,
-            classifier_norm,
-            classifier_dropout,
-        )
+        self.program_tokens, self.module_set, self.grid = tuple(program_tokens), module_set, grid
+        self.roles = roles_of(self.program_tokens, module_set)
+        self.stem, self.classifier = stem, classifier
         self.execution = DEFAULT_EXECUTION
         """The execution of plans that do not name another one, one of `choices.EXECUTIONS`."""
-        self.template: Template | None = None
-        """The calls of plans for CUDA graphs. `set_template` sets it."""
-        self._captured: dict[tuple, Any] = {}
-        """The CUDA graphs for the template, by dtype and whether the stem is trained."""
+        self._executions: dict[str, Execution] = {"calls": run_calls, "triton": run_kernels}
+        """The ways to run module calls, by name. `set_template` adds CUDA graphs."""
         self.placement: Placement | None = None
         """The device of each part; None if all are on one device. `iep.models.build.place_engine` sets it."""
         self.shared: nn.Module | None = getattr(self.module_set, "shared", None)
@@ -151,11 +86,6 @@ class ExecutionEngine(nn.Module):
             if not token or "." in token or hasattr(self, token):
                 raise ValueError(f"program token {token!r} cannot name a module of the engine")
             self.add_module(token, self.module_set.make(token))
-        if initialization == "kaiming":
-            _kaiming_normal(self)
-        for part in self.children():
-            if hasattr(part, "adjust_initial_weights"):
-                part.adjust_initial_weights()
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -193,7 +123,7 @@ class ExecutionEngine(nn.Module):
 
     def set_template(self, template: Template) -> None:
         """Set the calls of plans for CUDA graphs, and forget the graphs of other calls."""
-        self.template, self._captured = template, {}
+        self._executions["cuda_graph"] = CudaGraphs(template)
 
     def op_groups(self, by_kernels: bool) -> dict[int, int]:
         """Return the op group of every op that has one, numbered from the vocabulary's length on.
@@ -254,9 +184,9 @@ class ExecutionEngine(nn.Module):
         if execution == "cuda_graph" and not training:
             execution = "triton"
         elif execution == "cuda_graph":
-            template = self.template
-            if template is None:
+            if execution not in self._executions:
                 raise ValueError("a CUDA graph needs a template; iep.models.build.fit_template sets it")
+            template = self._executions[execution].template
             if batching != DEFAULT_SCHEDULER:
                 raise ValueError(f"batching is {batching}, which a CUDA graph does not use")
         if attentions and not self.makes_attentions:
@@ -321,46 +251,17 @@ class ExecutionEngine(nn.Module):
         if placement is not None:
             features_NCHW = features_NCHW.to(placement.device(STEM))
         with _autocast_like(device, () if placement is None else map(torch.device, placement.devices)):
-            maps_BCHW, attention = self.run_modules(plan, self.stem(features_NCHW), defer_weight_grads)
+            inputs = self._scene_values(self.stem(features_NCHW))
+            modules = {op: getattr(self, token) for op, token in self._runs.items()}
+            maps_BCHW, *attentions = self._executions[plan.execution](plan, modules, inputs, defer_weight_grads)
+            dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
+            attention = sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
             return self.classifier(maps_BCHW).to(device), attention.to(device)
-
-    def run_modules(
-        self, plan: ProgramPlan, stems_NCHW: torch.Tensor, defer: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the module calls; return the programs' results, (B, C, H, W), and the sum of the attentions."""
-        device, by_kernels = stems_NCHW.device.type, plan.execution != DEFAULT_EXECUTION
-        if by_kernels and torch.is_autocast_enabled(device) and stems_NCHW.dtype == torch.float32:
-            stems_NCHW = stems_NCHW.to(torch.get_autocast_dtype(device))  # kernels compute in the dtype of the maps
-        inputs = self._scene_values(stems_NCHW)
-        modules = {op: getattr(self, token) for op, token in self._runs.items()}
-        if plan.execution == "cuda_graph":
-            maps_BCHW = self._replay(plan, modules, inputs[MAP])
-            return maps_BCHW, maps_BCHW.new_zeros((), dtype=torch.float32)
-        if by_kernels:
-            from iep.batching.fused import kernel_modules  # which needs Triton
-
-            modules |= kernel_modules(plan.plan, modules)
-            inputs[MAP], defer = inputs[MAP].contiguous(memory_format=torch.channels_last), True
-        else:
-            modules |= grouped_modules(plan.plan, modules)
-        found = execute(plan.plan, modules, inputs[MAP] if is_of_maps(self.roles) else inputs, defer)
-        maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
-        dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
-        return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
 
     def _scene_values(self, stems_NCHW: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the value of `scene` in each kind of a plan's values; the set may have further kinds."""
         count = num_kinds(self.roles)
         return {kind: each for kind, each in self.module_set.scene_values(stems_NCHW).items() if kind < count}
-
-    def _replay(self, plan: ProgramPlan, modules: dict[int, nn.Module], stems_NCHW: torch.Tensor) -> torch.Tensor:
-        """Return the programs' results, (B, C, H, W), which CUDA graphs compute; the first such plan captures them."""
-        from iep.batching.cuda_graph import CapturedExecution  # which needs Triton
-
-        key = stems_NCHW.dtype, stems_NCHW.requires_grad
-        if key not in self._captured:
-            self._captured[key] = CapturedExecution(plan.plan, modules, stems_NCHW)
-        return self._captured[key](plan.plan, plan.graph.kinds[0].tolist(), stems_NCHW)[: len(plan.graph.roots)]
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
         """Return the answer logits, (B, A), by one module call per node: slow, for comparison with `forward`."""
@@ -379,6 +280,96 @@ def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iter
         for kind in {other.type for other in others} - {device.type}:
             stack.enter_context(torch.autocast(kind, dtype, enabled))
         yield
+
+
+def make_engine(
+    program_tokens: Sequence[str],
+    num_answers: int,
+    feature_dim: int,
+    feature_height: int,
+    feature_width: int,
+    modules: str,
+    module_dim: int,
+    module_residual: bool,
+    module_norm: str,
+    scene: str,
+    stem: str,
+    stem_widths: Sequence[int],
+    stem_stride: int,
+    stem_pixels: int,
+    stem_norm: bool,
+    initialization: str,
+    classifier_projection: int,
+    classifier_pool: int,
+    classifier_hidden: Sequence[int],
+    classifier_norm: bool,
+    classifier_dropout: float,
+    module_settings: Mapping[str, Any],
+    stem_bias: bool = False,
+    classifier_pool_rest: bool = True,
+) -> ExecutionEngine:
+    """Return an engine with new weights, given the settings of its parts. `iep.config.EngineConfig` has the defaults.
+
+    Args:
+        program_tokens: the program vocabulary, special tokens first.
+        num_answers: A.
+        feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
+        feature_height: H of the features.
+        feature_width: W of the features.
+        modules: the name of a set of modules in `choices.MODULES`, or its `MODULE:CLASS`.
+        module_dim: the number of channels of every module's maps.
+        module_residual: blocks add their input to their output. Only for the set `iep`.
+        module_norm: the batch norm after every convolution of a block: 'none', 'batch' over all rows of a call, or
+            'example' over each row by itself, as if examples ran one at a time. Only for the set `iep`.
+        scene: `scene` is a 'module' on the stem's output, or the 'stem' output itself. Only for the set `iep`.
+        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none' for features that already have
+            `module_dim` channels.
+        stem_widths: the channels of the stem's convolutions before the last, which has `module_dim`.
+        stem_stride: the factor by which the modules' grid is smaller than the features' grid along each side.
+        stem_pixels: for a stem of pixels, the side of the small patches that its first convolution reads.
+        stem_norm: batch norm after every convolution of the stem.
+        initialization: 'kaiming' for normal weights (Johnson et al. 2017), or 'torch' for PyTorch's defaults, which are
+            smaller, so that activations do not grow along a deep tree of modules at the start.
+        classifier_projection: the channels of the classifier's 1x1 convolution; 0 for none.
+        classifier_pool: the side of the classifier's max-pool window; 1 for none.
+        classifier_hidden: the widths of the classifier's linear layers before the last.
+        classifier_norm: batch norm after each layer of the classifier but the last.
+        classifier_dropout: the probability of dropping a unit after each linear layer but the last, in training.
+        module_settings: further arguments of the class of a set of modules of another package.
+        stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
+            checkpoints of the original toolkit.
+        classifier_pool_rest: if the pooling window does not divide the grid, pool the rest of it too; the original
+            toolkit drops it.
+
+    Raises:
+        ValueError: a choice is unknown, the vocabulary has no `scene`, a token cannot name a module, the set of modules
+            does not support a setting or a token, the features do not fit the stem, or a norm does not fit the grid.
+    """
+    check_choice("initialization", initialization, INITIALIZATIONS)
+    module_set = make_module_set(
+        modules, dim=module_dim, residual=module_residual, norm=module_norm, scene=scene, **module_settings
+    )
+    stem_part = make_stem(stem, feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, stem_pixels)
+    grid = height, width = tuple(-(-side // stem_stride) for side in (feature_height, feature_width))
+    if module_norm != "none" and height * width == 1:
+        raise ValueError(f"module_norm {module_norm} needs maps of more than one position, and the grid is 1x1")
+    classifier = make_classifier(
+        (module_dim, *(grid if result_kind(module_set.role(SCENE)) == MAP else (1, 1))),
+        classifier_projection,
+        classifier_hidden,
+        num_answers,
+        classifier_pool,
+        classifier_pool_rest,
+        classifier_norm,
+        classifier_dropout,
+    )
+    engine = ExecutionEngine(program_tokens, module_set, stem_part, classifier, grid)
+    if initialization == "kaiming":
+        _kaiming_normal(engine)
+    for part in engine.children():
+        if hasattr(part, "adjust_initial_weights"):
+            part.adjust_initial_weights()
+    return engine
 
 
 def _kaiming_normal(module: nn.Module) -> None:

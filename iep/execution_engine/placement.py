@@ -10,9 +10,9 @@ Shapes: Q programs, L program tokens.
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,10 @@ import torch
 import yaml
 from torch import nn
 
-from iep.batching.placement import OpPlacement
-from iep.batching.plan import Plan
+from iep.batching.placement import OpPlacement, longest_first
 from iep.errors import InputError, nearest
 from iep.execution_engine.program_graph import module_graph
-from iep.execution_engine.roles import MAP, result_kind
+from iep.execution_engine.roles import result_kind
 from iep.programs import SCENE
 from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
@@ -33,8 +32,8 @@ from iep.runtime.reading import read_yaml
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
 PLACEMENT_FILE = "placement.yaml"
-MOST_PROGRAMS, MOST_MINIBATCHES = 16_384, 8
-"""The greatest numbers of programs from which the work is computed, and of minibatches for the number of copies."""
+MOST_PROGRAMS = 16_384
+"""The greatest number of programs from which the work is computed."""
 WIDTH = 120
 
 
@@ -172,18 +171,14 @@ def round_robin(parts: Sequence[str], devices: Sequence[str]) -> Placement:
 
 
 def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
-    """Return the placement by longest processing time first (Graham 1969, Bounds on multiprocessing timing anomalies).
+    """Return the placement of `longest_first`, with the devices numbered so that the first one has the stem.
 
-    The remaining part with the most work is assigned to the device with the least; of equal parts or devices, the
-    earlier one is chosen. The devices are then numbered so that the first has the stem, which reads the batches.
+    The stem reads the batches, which are on the first device.
 
     Args:
         work: the work of every part, in the order of the parts.
     """
-    load, found = [0.0] * len(devices), {}
-    for part in sorted(work, key=work.__getitem__, reverse=True):
-        found[part] = min(range(len(devices)), key=load.__getitem__)
-        load[found[part]] += work[part]
+    found = longest_first(work, len(devices))
     swapped = {found[STEM]: 0, 0: found[STEM]}
     return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in work})
 
@@ -242,9 +237,8 @@ def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...
     """Return `Costs.flops` and `Costs.sizes`, counted with a copy of the engine on the device `meta`."""
     from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
-    with torch.device("meta"):
-        copy = type(engine)(**engine.kwargs).eval()  # a batch norm would not train on one example
-        features_1CHW = torch.empty(1, *(engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")))
+    copy = deepcopy(engine).to("meta").eval()  # a batch norm would not train on one example
+    sides = [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")]
     flops = {}
 
     def run(part: str, *arguments: torch.Tensor) -> torch.Tensor:
@@ -253,7 +247,7 @@ def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...
         flops[part] = float(counter.get_total_flops())
         return result
 
-    map_1CHW = run(STEM, features_1CHW)
+    map_1CHW = run(STEM, torch.empty(1, *sides, device="meta"))
     scene = engine.module_set.scene_values(map_1CHW)
     for token in engine.parts[1:-1]:
         run(token, *(scene[kind] for kind in engine.module_set.role(token).reads))
@@ -272,57 +266,6 @@ def describe_placement(option: str, placement: Placement, work: Mapping[str, flo
         indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
         lines += textwrap.wrap(" ".join(parts), WIDTH, break_on_hyphens=False, **indents) or [start.rstrip()]
     return "\n".join(lines)
-
-
-def rows_copied(plan: Plan, column: int) -> int:
-    """Return the number of values of a column that the forward pass copies, or of gradients that the backward does."""
-    results = (result for call in plan.calls if call.op < 0 for result in call.results)
-    return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
-
-
-def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
-    """Return a lower bound of the time of a placed plan, in the unit of `cost_of_row`.
-
-    A call takes the cost of its rows, a device runs one call at a time, and copies take no time.
-    """
-    clocks = [0.0] * plan.num_devices
-    ready = [np.zeros(column.num_rows) for column in plan.columns]
-    for call in plan.calls:
-        time = max([0.0, *(ready[each.column][plan.rows(each)].max() for each in call.arguments)])
-        if call.op >= 0:
-            device = call.results[0].column % plan.num_devices
-            time = clocks[device] = max(clocks[device], time) + call.size * cost_of_row[call.op]
-        for result in call.results:
-            ready[result.column][result.rows] = time
-    return max(clocks)
-
-
-def describe_engine(
-    option: str, engine: nn.Module, costs: Costs, sample: Sample, planner: Callable, batch_size: int, precision: str
-) -> str:
-    """Return a description of the placement of an `ExecutionEngine`, its copies between devices and its least time.
-
-    The copies and the time are means over minibatches of questions that are evenly spread over the sample. `planner`,
-    as `engine.planner` returns it, plans these minibatches.
-    """
-    text = describe_placement(option, engine.placement, costs.work)
-    if not sample.is_known:
-        return f"{text}\n  the copies between devices depend on programs, which are not known yet"
-    plans = [each.plan for each in plan_sample(sample, planner, batch_size, MOST_MINIBATCHES)]
-    number_bytes, kinds, total = 2 if precision == "bfloat16" else 4, [], 0.0
-    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=False)):
-        copied = mean(rows_copied(plan, column) for plan in plans)
-        if copied or column == MAP:
-            kinds.append(f"{copied:.4g} {name} of {size * number_bytes:,} bytes")
-        total += copied * size * number_bytes
-    flops = {op: costs.flops[token] for op, token in enumerate(engine.program_tokens) if token in costs.flops}
-    alone = [sum(call.size * flops[call.op] for call in plan.calls if call.op >= 0) for plan in plans]
-    shares = [least_time(plan, flops) / one if one else 1 for plan, one in zip(plans, alone, strict=True)]
-    return (
-        f"{text}\n  the forward pass of a minibatch of {min(batch_size, len(sample.programs_QL))} questions copies "
-        f"{' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the backward pass as many gradients\n"
-        f"  together, the devices take at least {100 * mean(shares):.0f}% of one device's time for the modules"
-    )
 
 
 def plan_sample(sample: Sample, planner: Callable, batch_size: int, most: int) -> list[Any]:

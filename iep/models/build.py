@@ -26,7 +26,7 @@ from iep.config import MODELS, SECTIONS, Config, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, check_named
-from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.engine import ExecutionEngine, make_engine
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
@@ -40,9 +40,9 @@ BASELINES: dict[str, type[nn.Module]] = {
     "cnn_lstm": CNNLSTMBaseline,
     "cnn_lstm_sa": StackedAttentionBaseline,
 }
-CLASSES: dict[str, type[nn.Module]] = {
+CLASSES: dict[str, Callable[..., nn.Module]] = {
     "generator": Seq2Seq,
-    "engine": ExecutionEngine,
+    "engine": make_engine,
     **BASELINES,
     "backbone": SceneNetwork,
 }
@@ -345,9 +345,9 @@ def set_execution(
     defer: bool = False,
     training: bool = False,
 ) -> None:
-    """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`, or `auto`.
+    """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`.
 
-    The execution `auto` is by calls. With kernels, a line names the functions that have calls of their own.
+    With kernels, a line names the functions that have calls of their own.
 
     Args:
         defer: the weight gradients of calls are deferred.
@@ -356,7 +356,6 @@ def set_execution(
     Raises:
         InputError: the execution would have no effect, or does not work, for this engine.
     """
-    execution = DEFAULT_EXECUTION if execution == "auto" else execution
     if execution != DEFAULT_EXECUTION:
         if (problem := _problem(engine, execution, device, precision, defer, training)) is not None:
             raise InputError(f"execution is {execution}, but {problem}")

@@ -29,20 +29,28 @@ def trim(tokens_BT: Tensor) -> Tensor:
     Raises:
         ValueError: `tokens_BT` is not a matrix with at least one column.
     """
-    if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0:
-        raise ValueError(f"tokens have shape {tuple(tokens_BT.shape)}, expected (examples, tokens)")
+    _check(tokens_BT)
     if tokens_BT.shape[0] == 0:
         return tokens_BT[:, :1]
     return tokens_BT[:, : max(1, int(lengths(tokens_BT).max()))]
 
 
+def _check(tokens_BT: Tensor) -> None:
+    if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0:
+        raise ValueError(f"tokens have shape {tuple(tokens_BT.shape)}, expected (examples, tokens)")
+
+
 def encode(embed: nn.Embedding, rnn: nn.LSTM, tokens_BT: Tensor) -> Tensor:
     """Return the states of the top layer at each sequence's last real token, (B, H), from zero initial states.
 
-    The LSTM runs over the padded matrix in one call. Padding follows the returned state and cannot change it. For a
-    sequence of only padding, the state after one `<NULL>` is returned.
+    The LSTM runs over the padded matrix in one call. Padding follows the returned state and cannot change it, but takes
+    time: batches are trimmed when they are made. For a sequence of only padding, the state after one `<NULL>` is
+    returned.
+
+    Raises:
+        ValueError: `tokens_BT` is not a matrix with at least one column.
     """
-    tokens_BT = trim(tokens_BT)
+    _check(tokens_BT)
     states_BTH, _ = rnn(embed(tokens_BT))
     last_B = (lengths(tokens_BT) - 1).clamp(min=0)
     return states_BTH[torch.arange(len(last_B), device=last_B.device), last_B]

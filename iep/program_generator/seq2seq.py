@@ -79,6 +79,5 @@ class Seq2Seq(nn.Module):
 
     def loss(self, questions_BT: Tensor, programs_BL: Tensor) -> Tensor:
         """Return the mean cross entropy, in nats per token, of the tokens after `<START>` that are not `<NULL>`."""
-        programs_BL = encoder.trim(programs_BL)
         logits = self(questions_BT, programs_BL)
         return cross_entropy(logits.flatten(0, 1), programs_BL[:, 1:].flatten(), ignore_index=NULL)

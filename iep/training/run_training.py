@@ -36,7 +36,7 @@ from iep.data.question_file import Split, check_same_data, load_vocab, open_spli
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
+from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_placement, main_device
 from iep.models.build import (
     DESCRIPTIONS,
     FEATURE_SIDES,
@@ -332,12 +332,11 @@ def _learn_words(config: Config, name: str, start: str, network: nn.Module, coun
 
 
 def _place(task: Task, config: Config, training: Split) -> str:
-    """Place the engine's parts, and return a text on their devices and on the copies between devices."""
+    """Place the engine's parts, and return a description of their devices."""
     questions, engine = training.questions, task.networks["engine"]
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     costs = place_engine(engine, config.placement, config.devices, sample)
-    planner = engine.planner(config.batching, config.sharing, training=True)
-    return describe_engine(config.placement, engine, costs, sample, planner, config.batch_size, config.precision)
+    return describe_placement(config.placement, engine.placement, costs.work)
 
 
 def _set_execution(engine: ExecutionEngine, config: Config, data: RunData) -> None:
