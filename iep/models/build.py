@@ -110,6 +110,8 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 
 def name_of(network: nn.Module) -> str:
     """Return the name of a network that `build` has made."""
+    if isinstance(network, ExecutionEngine):
+        return "engine"
     return next(name for name, kind in CLASSES.items() if type(network) is kind)
 
 
