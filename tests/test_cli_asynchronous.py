@@ -14,7 +14,7 @@ from train_cases import assert_same_training, at_loss, iep_train, rows, scalars
 from iep.models.checkpoint import load_newest
 
 SETTINGS = [*(each for each in tiny("ee") if each != "device=cpu"), "model=ee"]
-ASYNCHRONOUS = ("--asynchronous", "--workers", 2, "instance_size=4")
+ASYNCHRONOUS = ("--asynchronous", "--threads", 2, "instance_size=4")
 
 
 def train(data: Path, out: Path, *arguments: object) -> str:
@@ -29,7 +29,7 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
     same = ("num_train_samples=8", "weight_decay=0.1", "warmup=2", "decay=cosine", "--modules", modules)
     same += ("attention_penalty=0.01",) if modules == "tbd" else ()
     train(data, tmp_path / "synchronous", "device=cpu", *same)
-    one = ("--workers", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1, "--backward-weights", which)
+    one = ("--threads", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1, "--backward-weights", which)
     train(data, tmp_path / "run", *same, *one)
     runs = [tmp_path / name for name in ("run", "synchronous")]
     assert_same_training(*runs)
@@ -116,9 +116,9 @@ def test_an_error_in_a_worker_ends_the_run(data: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "words", "code"),
     [
-        (("--asynchronous",), "asynchronous training needs workers: give --workers N, or --placement", 1),
-        (("--workers", 2), "--workers is for --asynchronous", 2),
-        ((*ASYNCHRONOUS, "--device", "cpu"), "--workers stands for threads on the CPU; it cannot go", 2),
+        (("--asynchronous",), "asynchronous training needs workers: give --threads N, or --placement", 1),
+        (("--threads", 2), "--threads is for --asynchronous", 2),
+        ((*ASYNCHRONOUS, "--device", "cpu"), "--threads places the parts on the CPU; it cannot go", 2),
         ((*ASYNCHRONOUS, "instance_size=3"), "batch_size is 8 and instance_size 3; expected a multiple", 1),
         ((*ASYNCHRONOUS, "--replicas", "stemm=2"), "replicas: 'stemm=2' names no part of the engine; did you mean", 1),
         ((*ASYNCHRONOUS, "--defer-weight-grads"), "defer_weight_grads is True, which training ee asynchronously", 1),

@@ -44,7 +44,7 @@ def test_the_picture_shows_the_maps_whose_maxima_are_the_vectors():
     ("given", "message"),
     [
         (["--placement", "balanced", "--devices", "cpu,cpu"], "the modules vector share their weights"),
-        (["--asynchronous", "--workers", "2", "instance_size=4"], "cannot be placed on several devices or workers"),
+        (["--asynchronous", "--threads", "2", "instance_size=4"], "cannot be placed on several devices or workers"),
     ],
 )
 def test_what_needs_weights_of_each_function_is_an_error(data, given, message, tmp_path):

@@ -61,7 +61,7 @@ SECTIONS = {
     "Engine": ("batching", "sharing", "execution", "defer_weight_grads", "precision", "features_in_memory"),
     "Devices": ("device", "placement", "devices"),
     "Asynchronous training": (
-        *("asynchronous", "num_workers", "max_active_keys", "min_update_frequency", "replicas"),
+        *("asynchronous", "num_threads", "max_active_keys", "min_update_frequency", "replicas"),
         "backward_weights",
     ),
 }
@@ -124,8 +124,8 @@ def print_settings(ctx: click.Context, param: click.Parameter, model: str | None
     "small minibatches of instance_size questions, in flight (AMPNet, Gaunt et al. 2017).",
 )
 @click.option(
-    "--workers",
-    "num_workers",
+    "--threads",
+    "num_threads",
     type=click.IntRange(2, 64),
     help="Asynchronous: number of threads on the CPU, on which --placement places the parts (balanced, unless it is "
     "given). For workers on other devices, give --placement and --devices.",
@@ -195,7 +195,7 @@ def main(
     config_file: Path | None,
     resume: bool,
     dry_run: bool,
-    num_workers: int | None,
+    num_threads: int | None,
     settings: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -212,10 +212,10 @@ def main(
     if out is None and (resume or not dry_run):
         raise click.UsageError("Missing option '--out'.")
     modules = options.pop("modules")
-    if num_workers is not None:
+    if num_threads is not None:
         if options["devices"] is not None or options["device"] is not None:
-            raise click.UsageError("--workers stands for threads on the CPU; it cannot go together with --device[s]")
-        options |= {"devices": ("cpu",) * num_workers, "placement": options["placement"] or "balanced"}
+            raise click.UsageError("--threads places the parts on the CPU; it cannot go together with --device[s]")
+        options |= {"devices": ("cpu",) * num_threads, "placement": options["placement"] or "balanced"}
     options |= device_settings(options)
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     if modules is not None:
@@ -226,8 +226,8 @@ def main(
 
     def resolve(resume: bool) -> tuple[Config, "Saved | None"]:
         config, start = _resolve(out, resume, given, file)
-        if num_workers is not None and not config.asynchronous:
-            raise click.UsageError("--workers is for --asynchronous")
+        if num_threads is not None and not config.asynchronous:
+            raise click.UsageError("--threads is for --asynchronous")
         return config, start
 
     if dry_run:

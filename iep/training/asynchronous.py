@@ -62,7 +62,7 @@ def with_processes(config: Config) -> Config:
         raise InputError("asynchronous training in several processes runs on CPUs; remove --device and --devices")
     if len(config.devices) not in (0, world_size()):
         counts = f"{len(config.devices)} workers, but {world_size()} processes"
-        raise InputError(f"{counts}, each of which is a worker; give --workers {world_size()}")
+        raise InputError(f"{counts}, each of which is a worker; give --threads {world_size()}")
     placement = BALANCED if config.placement == NONE else config.placement
     return replace(config, device="auto", devices=("cpu",) * world_size(), placement=placement)
 
@@ -74,7 +74,7 @@ def check_asynchronous(config: Config) -> None:
         InputError: there are no workers, or `instance_size` does not divide `batch_size`.
     """
     if config.asynchronous and config.placement == NONE:
-        raise InputError("asynchronous training needs workers: give --workers N, or --placement and --devices")
+        raise InputError("asynchronous training needs workers: give --threads N, or --placement and --devices")
     if config.asynchronous and config.batch_size % config.instance_size:
         sizes = f"batch_size is {config.batch_size} and instance_size {config.instance_size}"
         raise InputError(f"{sizes}; expected a multiple of instance_size")
