@@ -158,7 +158,7 @@ def test_executions_of_earlier_versions_are_read_as_calls(data, alone, former, t
         (["--defer-weight-grads"], "execution is triton, but defer_weight_grads is for calls, and other"),
         (["engine.module_norm=batch"], "kernels run only modules whose parameters are all those of convolutions"),
         (["--modules", "vector"], "Triton's kernels are for modules with weights of their own"),
-        (["--asynchronous", "--workers", 2, "instance_size=4"], "execution"),
+        (["--asynchronous", "--threads", 2, "instance_size=4"], "execution"),
     ],
 )
 def test_kernels_that_are_not_possible_are_an_error(data, given, message, tmp_path, monkeypatch) -> None:
