@@ -8,6 +8,7 @@ two steps, and a run resumed from it gives the same bits as one that never stopp
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -162,7 +163,13 @@ class Trainer:
         config, hidden = self.config, not is_main()
         self.records = None if hidden else Records(self.out, self.step, self.validation_due)
         with (
-            tqdm(total=config.iterations, initial=self.step, desc=config.model, mininterval=1, disable=hidden) as bar,
+            tqdm(
+                total=config.iterations,
+                initial=self.step,
+                desc=config.model,
+                mininterval=1,
+                disable=hidden or not sys.stderr.isatty(),
+            ) as bar,
             # The error of a worker may keep frames, and with them the loader, whose processes would not end.
             closing(on_device(training, self.device)) as batches,
         ):
@@ -244,7 +251,11 @@ class Trainer:
         }
         self.records.write(self.step, row)
         accuracy = f", accuracy {100 * row['accuracy']:.0f}%" if "accuracy" in row else ""
-        self._bar.set_postfix_str(f"loss {row['loss']:.3f}{accuracy}, {speed:.0f} {self.task.examples}/s")
+        text = f"loss {row['loss']:.3f}{accuracy}, {speed:.0f} {self.task.examples}/s"
+        self._bar.set_postfix_str(text)
+        if self._bar.disable:
+            when = f"iteration {self.step} of {self.config.iterations}"
+            tqdm.write(f"{self.config.model} {when}: {text}", file=sys.stderr)
 
     def validate_and_save(self, validation: Iterable[Batch] | None) -> None:
         """Validate if there is a split for it, and write the checkpoints of this step: the best, then the numbered one.
