@@ -384,7 +384,7 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
         ("--data {data} --baseline {lstm} --ee {ee}", "--baseline answers alone", 1),
         ("--data {data} --ee {ee} --programs predicted", "predicted needs a program generator: give --pg CKPT", 1),
         ("--data {data} --pg {pg} --programs ground-truth", "needs an execution engine: give --ee CKPT", 1),
-        ("--data {data} --pg {pg} --execution calls", "calls, a setting of execution engines; give --ee", 1),
+        ("--data {data} --pg {pg} --execution triton", "triton, a setting of execution engines; give --ee", 1),
         ("--data {data} --pg {ee}", "{ee}: holds an execution engine, expected a checkpoint with a program", 1),
         ("--data {data} --ee none.pt", "none.pt: no such file", 1),
         ("--data {data} --baseline {lstm} --split vall", "vall_questions.h5: no such file", 1),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from killing import MEASURED, run_parts
+from killing import MEASURED, digest, run_parts
 from tiny_data import assert_one_error, newest, tiny, tiny_config
 from torch import Tensor
 from train_cases import before_each_step, iep_train, rows, scalars
@@ -167,7 +167,7 @@ def test_a_line_of_the_metrics_that_a_kill_cut_short_is_dropped(tmp_path: Path):
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_the_newest_few_are_kept_until_the_next_is_there_and_the_best_always(data, tmp_path, monkeypatch, keep: int):
-    """Of two equal scores, the earlier one is the best."""
+    """Of two equal scores, the newer one is the best."""
     scores, seen = iter([0.0, 0.1, 0.9, 0.9, 0.3, 0.1]), []
 
     def watched(path: Path, content: dict) -> None:
@@ -182,7 +182,7 @@ def test_the_newest_few_are_kept_until_the_next_is_there_and_the_best_always(dat
     for step, name in enumerate(reversed(names)):
         assert (name, names[LENGTH - step :][:keep]) in seen
     best, last = load_checkpoint(tmp_path / BEST), load_checkpoint(newest(tmp_path))
-    assert (best["step"], best["best"], last["best"]) == (2, 0.9, 0.9)
+    assert (best["step"], best["best"], last["best"]) == (3, 0.9, 0.9)
 
 
 def damage(path: Path) -> None:
@@ -207,10 +207,10 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_newest_good_one(data: Pat
         for name in damaged:
             (tmp_path / name).unlink()
         assert go(tmp_path, data, "model=lstm").exit_code == 0
-        assert run_parts(tmp_path)["last"] == whole["last"]
+        assert digest(load_checkpoint(checkpoints(tmp_path)[0])) == whole["last"]
     for path in checkpoints(tmp_path):
         damage(path)
-    assert_one_error(go(tmp_path, data, "model=lstm"), "step-5.pt: not a whole", "has no good checkpoint")
+    assert_one_error(go(tmp_path, data, "model=lstm"), "best.pt: not a whole", "has no good checkpoint")
 
 
 @pytest.mark.parametrize(

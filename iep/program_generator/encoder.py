@@ -24,20 +24,10 @@ def lengths(tokens_BT: Tensor) -> Tensor:
 
 
 def trim(tokens_BT: Tensor) -> Tensor:
-    """Return the tokens without the columns on the right that hold only `<NULL>`; at least one column remains.
-
-    Raises:
-        ValueError: `tokens_BT` is not a matrix with at least one column.
-    """
-    _check(tokens_BT)
-    if tokens_BT.shape[0] == 0:
+    """Return tokens (B, T) without the columns on the right that hold only `<NULL>`, of which the first one stays."""
+    if 0 in tokens_BT.shape:
         return tokens_BT[:, :1]
     return tokens_BT[:, : max(1, int(lengths(tokens_BT).max()))]
-
-
-def _check(tokens_BT: Tensor) -> None:
-    if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0:
-        raise ValueError(f"tokens have shape {tuple(tokens_BT.shape)}, expected (examples, tokens)")
 
 
 def encode(embed: nn.Embedding, rnn: nn.LSTM, tokens_BT: Tensor) -> Tensor:
@@ -50,7 +40,8 @@ def encode(embed: nn.Embedding, rnn: nn.LSTM, tokens_BT: Tensor) -> Tensor:
     Raises:
         ValueError: `tokens_BT` is not a matrix with at least one column.
     """
-    _check(tokens_BT)
+    if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0:
+        raise ValueError(f"tokens have shape {tuple(tokens_BT.shape)}, expected (examples, tokens)")
     states_BTH, _ = rnn(embed(tokens_BT))
     last_B = (lengths(tokens_BT) - 1).clamp(min=0)
     return states_BTH[torch.arange(len(last_B), device=last_B.device), last_B]
