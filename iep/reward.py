@@ -36,8 +36,9 @@ def read_answer(response: object, solution: str | None = None) -> str | None:
     The answer is in what follows the last `</think>`: the content of the last `<answer>...</answer>` (which may be cut
     off) or `\\boxed{...}`, what follows the last "answer is" or "answer:", brackets at the end such as "[2]", or else
     the whole text. Case, punctuation and articles do not count; number words and the synonyms of CLEVR's questions are
-    replaced. Of several words, the first counts if it is yes or no, and otherwise the only one that is an answer of the
-    solution's kind, in the text or in its last sentence: "3" in "There are 3 red cubes." if the solution is a number.
+    replaced. Of several words, the only one counts that is an answer of the solution's kind, in the text or in its last
+    sentence: "3" in "There are 3 red cubes." if the solution is a number. A "yes" or "no" that may be the answer counts
+    if it is the first word.
 
     Args:
         response: what a model wrote; a number or a boolean is read as text.
@@ -50,10 +51,9 @@ def read_answer(response: object, solution: str | None = None) -> str | None:
     text = str(response).rpartition("</think>")[2].strip()
     marked = (found[-1] for pattern in (*MARKED, IN_BRACKETS) if (found := pattern.findall(text)))
     text = next(marked, text)
-    words = _words(text)
-    if len(words) <= 1 or words[0] in ("yes", "no"):
+    words, answers = _words(text), _kinds().get(solution) or frozenset(_kinds())
+    if len(words) <= 1 or (words[0] in ("yes", "no") and words[0] in answers):
         return words[0] if words else None
-    answers = _kinds().get(solution) or frozenset(_kinds())
     for part in (words, _words(re.split(r"[.!?\n](?:\s|\Z)", text.strip(" \n.!?"))[-1])):
         found = {*part} & answers
         if not found and "0" in answers and "yes" not in answers and "no" in part:

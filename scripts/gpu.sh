@@ -9,6 +9,7 @@
 # off leaves what it has; a command that fails is named there. With a GPU, the report goes to benchmarks/results/.
 # QUICK=1 makes everything tiny, for a trial without a GPU.
 set -uo pipefail
+shopt -s nullglob
 case ${1-} in
 -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit 0 ;;
 esac

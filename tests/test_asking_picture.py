@@ -133,5 +133,3 @@ def test_arguments_stand_in_order_below_the_middle_of_what_takes_them(tokens):
         assert places == sorted(places)
         if places:
             assert abs((places[0] + places[-1]) / 2 - column) < 1e-9
-
-

@@ -52,7 +52,17 @@ def test_a_sample_is_a_whole_example_of_the_difficulty_asked_for():
     assert not np.array_equal(other.image, one.image)
 
 
-@pytest.mark.parametrize("wrong", [{"objects": (3, 11)}, {"objects": (5, 4)}, {"length": (3, 2)}, {"length": (90, 95)}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"objects": (3, 11)},
+        {"objects": (5, 4)},
+        {"length": (3, 2)},
+        {"length": (1, 1)},
+        {"size": (60, 0)},
+        {"length": (90, 95)},
+    ],
+)
 def test_a_range_without_examples_is_an_error(wrong: dict):
-    with pytest.raises(ValueError, match=r"expected a range|expected the smallest|no question of"):
-        iep.synth.sample(0, size=(60, 40), **{"objects": (2, 2)} | wrong)
+    with pytest.raises(ValueError, match=r"expected a range|expected the smallest|no question of|expected a width"):
+        iep.synth.sample(0, **{"objects": (2, 2), "size": (60, 40)} | wrong)

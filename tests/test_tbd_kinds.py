@@ -77,12 +77,13 @@ def test_a_picture_says_what_is_not_used_and_lights_up_nothing_of_it(predicted, 
     [
         (
             "count exist scene",
-            "program token 0 (count) takes an attention, but its argument, program token 1 (exist), makes an encoding",
+            "program token 0 (count) reads an attention, but its argument, program token 1 (exist), returns an "
+            "encoding",
         ),
         (
             "equal_size query_size scene filter_color[red] scene",
-            "program token 0 (equal_size) takes an encoding, but its argument, program token 3 (filter_color[red]), "
-            "makes an attention",
+            "program token 0 (equal_size) reads an encoding, but its argument, program token 3 (filter_color[red]), "
+            "returns an attention",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
         argument, reader = (
             "the classifier" if node is None else f"program token {node} ({tokens[node]})" for node in misfit[:2]
         )
-        raise InputError(f"{reader} takes {expected}, but its argument, {argument}, makes {found}")
+        raise InputError(f"{reader} reads {expected}, but its argument, {argument}, returns {found}")
     return tuple(known[token] for token in tokens)
 
 

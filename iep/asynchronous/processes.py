@@ -210,8 +210,7 @@ class _Process(Threads):
         super().admit(steps)
         for message, tensors in self.early.pop(number, ()):
             self.take(message, tensors)
-        if number in self.conductor.in_flight:
-            self.finish_part(number)
+        self.finish_part(number)
 
     def done(self, task: WorkerTask, result: Sequence[Tensor | None]) -> None:
         """Send what a task has computed to the workers that wait for it; `result` are its gradients for them, if any.

@@ -197,10 +197,10 @@ class Buffers:
                 kind = self.kinds[column] = _Kind(given)
             found, expected = tuple(given.shape), (size, *kind.shape)
             if found != expected:
-                raise ValueError(f"op {self._op_of(results)} returned {found}, expected {expected}")
+                raise ValueError(f"{self._source(results)} {found}, expected {expected}")
             if given.dtype != kind.dtype and not torch.can_cast(given.dtype, kind.dtype):
                 what = f"{given.dtype}, which a column of {kind.dtype} cannot hold"
-                raise ValueError(f"op {self._op_of(results)} returned {what}")
+                raise ValueError(f"{self._source(results)} {what}")
             num_rows = self.plan.columns[column].num_rows
             if num_rows == size:  # no other call writes into the column: its values are the buffer
                 self.values[column] = kind.flatten(given.detach())
@@ -209,8 +209,9 @@ class Buffers:
                 self.values[column] = kind.buffer(num_rows)
             kind.view(self.values[column][rows]).copy_(given)
 
-    def _op_of(self, results: Sequence[Result]) -> int:
-        return next(call.op for call in self.plan.calls if call.results is results)
+    def _source(self, results: Sequence[Result]) -> str:
+        calls = (f"op {call.op} returned" for call in self.plan.calls if call.results is results)
+        return next(calls, "an input is")
 
     def read(self, argument: Argument) -> Tensor:
         """Return an argument, (G, ...) or (G, count, ...): a view of the buffer if the rows are adjacent, or a copy."""

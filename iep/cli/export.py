@@ -42,7 +42,7 @@ from iep.preprocess.export_formats import FORMATS, PROMPTED, export
 @click.option(
     "--think",
     is_flag=True,
-    help=f"Prompts ask for <think> </think> and <answer> </answer>; for {', '.join(PROMPTED)}.",
+    help=f"Ask for <think> </think> and <answer> </answer> in the prompts of {', '.join(PROMPTED)}.",
 )
 def main(
     clevr_dir: Path,

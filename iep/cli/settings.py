@@ -22,7 +22,7 @@ Setting = tuple[str, str, str, str, tuple[str, ...]]
 
 def settings(model: str | None = None) -> Iterator[Setting]:
     """Yield the settings that a model uses, or those of all models, in the order of `Config` and of its sections."""
-    meanings = _meanings()
+    meanings, defaults = _meanings(), to_dict(Config())
     for field in dataclasses.fields(Config):
         models = field.metadata.get("models", SECTIONS.get(field.name, MODELS))
         if model is not None and model not in models:
@@ -31,7 +31,7 @@ def settings(model: str | None = None) -> Iterator[Setting]:
         for part in parts:
             own, name = (Config, field.name) if part is None else (type(field.default), f"{field.name}.{part.name}")
             which = part or field
-            default = to_dict(Config())[field.name]
+            default = defaults[field.name]
             yield (
                 name,
                 _kind(typing.get_type_hints(own)[which.name], which.metadata.get("choices")),
@@ -64,7 +64,7 @@ def _kind(kind: Any, choices: tuple[str, ...] | None) -> str:
         inner = {_kind(each, None) for each in arguments if each is not Ellipsis}
         return f"list of {'pairs' if typing.get_origin(arguments[0]) is tuple else inner.pop() + 's'}"
     names = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "none"}
-    return names.get(next(iter(arguments), kind), "mapping")
+    return names.get(arguments[0] if type(None) in arguments else kind, "mapping")
 
 
 def _shown(value: Any) -> str:

@@ -118,8 +118,11 @@ def _parsed(path: Path) -> list[Any]:
             from openpyxl import load_workbook
         except ImportError:
             raise InputError("reading .xlsx needs openpyxl: pip install 'iep[export]'") from None
-        heading, *rows = load_workbook(path, read_only=True).active.iter_rows(values_only=True)
-        return [dict(zip(heading, row, strict=False)) for row in rows]
+        sheet = load_workbook(path, read_only=True).active
+        rows = [row for row in sheet.iter_rows(values_only=True) if any(cell is not None for cell in row)]
+        if not rows:
+            raise InputError("the first sheet is empty")
+        return [dict(zip(rows[0], row, strict=False)) for row in rows[1:]]
     if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(sys.maxsize)  # the tables of VLMEvalKit may hold images
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -155,7 +158,7 @@ def _row(row: Any) -> tuple[int | None, str]:
     index = next((row[key] for key in INDEX_KEYS if row.get(key) is not None), None)
     if index is None:
         return None, _text(answer)
-    number = re.fullmatch(r"(?:\D.*[_-])?(\d+)", str(index), re.ASCII)  # exports for LLaVA have val_12
+    number = re.fullmatch(r"(?:\D.*[_-])?(\d+)(?:\.0)?", str(index), re.ASCII)  # val_12 of LLaVA, 12.0 of pandas
     if number is None:
         raise InputError(f"the question_index is {index!r:.40}, expected a whole number")
     return int(number[1]), _text(answer)

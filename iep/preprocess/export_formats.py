@@ -122,7 +122,7 @@ def export(
     ending = FORMATS[form]
     if ending == "parquet" and find_spec("pyarrow") is None:
         raise InputError("writing parquet needs pyarrow: pip install 'iep[export]'")
-    words, asked = set[str](), THINK_INSTRUCTION if think else INSTRUCTION
+    words, instruction = set[str](), THINK_INSTRUCTION if think else INSTRUCTION
     with new_directory(out) as directory:
         splits, without_answers = open_splits(clevr_dir, names)
         for name in without_answers:
@@ -134,13 +134,17 @@ def export(
             if form == "nscl":
                 words |= _write_nscl(directory / split.name, split, rows)
             elif ending == "parquet":
-                entries = (entry_of(form, row, split.name, _embedded(split.images[row.image]), asked) for row in rows)
+                entries = (
+                    entry_of(form, row, split.name, _embedded(split.images[row.image]), instruction) for row in rows
+                )
                 _write_parquet(directory / "data", split.name, entries, -(-sum(flags) // SHARD_ROWS))
             else:
                 images = Path("images", split.name)
                 (directory / images).mkdir(parents=True)
                 placed = ((row, _place(split.images[row.image], directory / images)) for row in rows)
-                entries = (entry_of(form, row, split.name, str(images / image.name), asked) for row, image in placed)
+                entries = (
+                    entry_of(form, row, split.name, str(images / image.name), instruction) for row, image in placed
+                )
                 _write_json(directory / f"{split.name}.{ending}", entries)
             say(f"{split.name}: {sum(flags):,} of {len(flags):,} questions")
         for split in splits if form == "nscl" else ():

@@ -14,8 +14,9 @@ from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import SceneRules, sample_scene, scene_json
 
 MANY = 40
-"""The number of questions among which one of the length asked for is drawn."""
+"""The number of questions of a scene among which one of the requested length is sought."""
 SCENES = 100
+"""The number of scenes that are tried."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,11 @@ def sample(
     (fewest, most), (shortest, longest), (width, height) = objects, length, size
     if not 1 <= fewest <= most <= 10:
         raise ValueError(f"objects={objects}, expected a range within 1 to 10")
-    if not 1 <= shortest <= longest:
-        raise ValueError(f"length={length}, expected the smallest and the largest number of functions")
-    rng = Random(f"{seed}/{objects}/{length}")
+    if not 1 <= shortest <= longest >= 2:
+        raise ValueError(f"length={length}, expected the smallest and the largest number of functions, at least 2")
+    if min(size) < 1:
+        raise ValueError(f"size={size}, expected a width and a height in pixels")
+    rng = Random(f"{seed}/{fewest}-{most}/{shortest}-{longest}")
     rules = SceneRules(fewest, most, aspect=width / height)
     for _ in range(SCENES):
         scene = sample_scene(rng, rules, visible_share)

@@ -369,8 +369,6 @@ class Trainer:
 
     def _cause(self, positions: Sequence[int]) -> str:
         """Return why the loss on these questions is not finite, or what may help."""
-        if not self._weights_are_finite():
-            return "weights were not finite before it"
         split = self.data.training
         if split.features is not None:
             images = np.unique(split.questions.image_idxs[positions])
@@ -378,7 +376,8 @@ class Trainer:
             if bad:
                 which = f"image{'s' if len(bad) > 1 else ''} {_first(bad)}"
                 return f"{split.features.path}: the features of {which} are not finite"
-        return HINT
+        weights = (weight for net in self.task.networks.values() for weight in net.parameters())
+        return HINT if all(bool(weight.isfinite().all()) for weight in weights) else "weights were not finite before it"
 
     def _check_weights(self) -> None:
         """Check the weights before they are saved, because gradients may be infinite where the loss is finite.
