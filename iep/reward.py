@@ -48,7 +48,7 @@ def read_answer(response: object, solution: str | None = None) -> str | None:
     Returns:
         the answer, which may be a single word that is no answer of CLEVR; None if none can be read.
     """
-    text = str(response).rpartition("</think>")[2].strip()
+    text = str(response).rpartition("</think>")[2].partition("<think>")[0].strip()  # without a thought that is cut off
     marked = (found[-1] for pattern in (*MARKED, IN_BRACKETS) if (found := pattern.findall(text)))
     text = next(marked, text)
     words, answers = _words(text), _kinds().get(solution) or frozenset(_kinds())
@@ -93,6 +93,6 @@ def clevr_reward(response: object, solution: object) -> float:
     return float(expected is not None and read_answer(response, expected) == expected)
 
 
-def format_reward(response: str) -> float:
+def format_reward(response: object) -> float:
     """Return 1.0 if a response is `<think>...</think>` and then `<answer>...</answer>`, each once, otherwise 0.0."""
-    return float(FORMAT.fullmatch(response) is not None)
+    return float(FORMAT.fullmatch(str(response)) is not None)

@@ -14,6 +14,7 @@ from iep.reward import clevr_reward, format_reward, read_answer
         ("<think>...red cube and a blue one.</think>\nred", "red"),
         ("the red cube and a blue one.</think>\nred", "red"),
         ("<think>It is <answer>red</answer>.</think>", None),
+        ("<think>hmm 2", None),
         ("<answer>red <answer>blue</answer> or green</answer>", "blue"),
         ("<think>two of them</think><answer>3", "3"),
         (r"So it is \boxed{\text{Cyan}}.", "cyan"),

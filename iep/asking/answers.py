@@ -33,6 +33,9 @@ MOST_WORDS = 10
 """The most unknown words or ignored tokens that are listed one by one."""
 MOST_NODES = 200
 """The most functions of a program that is drawn; a larger picture would be illegible."""
+SPELLINGS = {"colour": "color", "grey": "gray"}
+"""British spellings and those of the questions of CLEVR."""
+QUOTES = "\"'“”‘’"
 PUNCTUATION = ("", ";", ",")
 """Tokens of questions that are not words."""
 
@@ -53,8 +56,8 @@ class Words:
 def read_question(text: str, vocab: Vocab) -> Words:
     """Encode a question; words that are not in the vocabulary become `<UNK>`.
 
-    Spaces around the question are dropped, and so are repeated spaces between words unless the vocabulary has an empty
-    token.
+    Words that differ from known ones in quotation marks, capital letters or British spelling are taken as these. Spaces
+    around the question are dropped, and so are repeated spaces between words unless the vocabulary has an empty token.
 
     Raises:
         InputError: the question is empty, has no word, or is not UTF-8 text.
@@ -65,6 +68,7 @@ def read_question(text: str, vocab: Vocab) -> Words:
     check_utf8(text, "the question")
     known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
     words = [word for word in tokenize(text) if word or word in known]
+    words = [known_form(word, known, is_first=position == 0) for position, word in enumerate(words)]
     if not any(words):
         raise InputError(f"the question {text!r} has no word")
     unknown = dict.fromkeys(word for word in words if word not in known)
@@ -72,6 +76,14 @@ def read_question(text: str, vocab: Vocab) -> Words:
     is_known = any(word in known and word not in PUNCTUATION for word in words)
     pairs = tuple((word, nearest_word(word, known)) for word in unknown)
     return Words(text, (START, *indices, END), pairs, is_known)
+
+
+def known_form(word: str, known: Collection[str], is_first: bool) -> str:
+    """Return the known word that `word` is but for quotation marks, case and British spelling, or `word` itself."""
+    plain = word.strip(QUOTES).lower()
+    plain = SPELLINGS.get(plain, plain)
+    forms = (plain.capitalize(), plain) if is_first else (plain, plain.capitalize())
+    return next((form for form in (word, *forms) if form in known), word)
 
 
 def nearest_word(word: str, known: Collection[str]) -> str | None:

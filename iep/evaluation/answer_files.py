@@ -26,11 +26,11 @@ from iep.vocab import Vocab
 
 INDEX_KEYS = ("question_index", "question_id", "custom_id", "doc_id", "index", "id")
 ANSWER_KEYS = (
-    *("predicted_answer", "prediction", "filtered_resps", "model_output", "completion", "response", "output", "text"),
-    "answer",
+    *("predicted_answer", "prediction", "pred", "filtered_resps", "model_output", "completion", "response", "output"),
+    *("generated_text", "text", "answer"),
 )
 """The keys of an answer; the first that a row has counts, because `answer` may be the true one."""
-NESTED = ("body", "choices", "message", "content", "text")
+NESTED = ("body", "choices", "output", "message", "content", "text")
 """The keys that lead from the response of a server to its text."""
 UNREADABLE, MISSING = "(unreadable)", "(no answer)"
 SHOWN = 3
@@ -152,7 +152,7 @@ def _from_json(line: str, number: int) -> Any:
 def _row(row: Any) -> tuple[int | None, str]:
     if not isinstance(row, Mapping):
         return None, _text(row)
-    answer = next((row[key] for key in ANSWER_KEYS if row.get(key) is not None), None)
+    answer = next((row[key] for key in ANSWER_KEYS if row.get(key) not in (None, "")), None)
     if answer is None and not row.keys() & {*ANSWER_KEYS}:
         raise InputError(f"the keys are {', '.join(map(str, row))}; expected one of {', '.join(ANSWER_KEYS)}")
     index = next((row[key] for key in INDEX_KEYS if row.get(key) is not None), None)

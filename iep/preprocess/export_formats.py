@@ -82,7 +82,9 @@ def entry_of(form: str, row: Row, split: str, image: Any, instruction: str) -> d
             "extra_info": {"split": split, "index": index, "question": row.question, **row.details},
         }
     elif form == "swift":
-        messages = [{"role": "user", "content": f"<image>{prompt}"}, {"role": "assistant", "content": solution}]
+        steps = row.details.get("trace", []) if instruction == THINK_INSTRUCTION else []
+        said = f"<think>{chr(10).join(steps)}</think>\n{solution}" if steps else solution
+        messages = [{"role": "user", "content": f"<image>{prompt}"}, {"role": "assistant", "content": said}]
         entry = {"messages": messages, "images": [image], "solution": solution}
     else:  # llava
         question = {"from": "human", "value": f"<image>\n{row.question}\n{SHORT_ANSWER}"}
