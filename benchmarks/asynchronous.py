@@ -95,7 +95,7 @@ class Settings:
 
 
 class Training:
-    """What all ways to train share: the network, its instances, and how it learns."""
+    """The parts that all ways to train share: the network, its instances, and the rule of its updates."""
 
     def __init__(self, experiment: Experiment, given: Settings, network: dict[str, int]):
         self.experiment, self.given, self.network = experiment, given, network

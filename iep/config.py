@@ -121,7 +121,7 @@ class EngineConfig:
     """The norm after every convolution of a block: `batch` norm over the examples of a call, or over each `example` by
     itself, as if examples ran one at a time."""
     scene: str = setting("module", choices=choices.SCENES)
-    """What `scene` returns: the output of a `module` on the stem's output, or the `stem`'s output itself."""
+    """The value of `scene`: the output of a `module` on the stem's output, or the `stem`'s output itself."""
     stem: str = setting("conv", choices=choices.STEMS)
     """`conv`, 3x3 convolutions of the features; `pixels`, convolutions of patches of pixels that halve the picture;
     `none`, the features as they are."""

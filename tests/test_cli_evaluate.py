@@ -30,7 +30,7 @@ from tiny_data import (
 
 from iep.config import Evaluation
 from iep.evaluation import run_evaluation
-from iep.evaluation.html_report import PAGE, Page
+from iep.evaluation.html_report import PAGE, ReportOptions
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, PREDICTIONS
 from iep.models.build import load_network
 from iep.programs import QUESTION_TYPES
@@ -355,12 +355,12 @@ MEASURED = ("questions_per_second", "peak_memory_gb")
 
 
 def evaluate_in_process(settings: Evaluation, out: Path) -> bool:
-    return run_evaluation.evaluate(settings, out, Page(out, most_questions=9)) is not None
+    return run_evaluation.evaluate(settings, out, ReportOptions(out, most_questions=9)) is not None
 
 
 def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
     settings = Evaluation(data, pg=run["pg"], ee=run["ee"], device="cpu", batch_size=4, order_by_image=True)
-    assert run_evaluation.evaluate(settings, tmp_path / "one", Page(tmp_path / "one", most_questions=9))
+    assert run_evaluation.evaluate(settings, tmp_path / "one", ReportOptions(tmp_path / "one", most_questions=9))
     assert together(evaluate_in_process, settings, tmp_path / "two") == [True, False]
     one, two = (tmp_path / name for name in ("one", "two"))
     for name in (PREDICTIONS, ANSWERS, ANSWERS_JSON):

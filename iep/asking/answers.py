@@ -203,7 +203,7 @@ class Answer:
 
     @property
     def warning(self) -> str:
-        """What the objects in the image say against answers about it, such as that there are none.
+        """A reason to doubt answers about the image, such as that no object was found in it.
 
         It is empty for a familiar image, and for networks whose backbone does not find objects.
         """
@@ -249,7 +249,7 @@ class Answer:
         The maps of nodes that the answer does not depend on are 0.
 
         Raises:
-            InputError: as `draw`.
+            InputError: the saliency is unknown, or the answer is that of a baseline.
         """
         if saliency not in SALIENCY:
             raise InputError(f"saliency is {saliency!r}, expected one of {', '.join(SALIENCY)}")

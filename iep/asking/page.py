@@ -203,7 +203,7 @@ def _text(what: str, value: object) -> str:
 def _beside_field(function: Function, is_run: bool) -> Function:
     """Return a function for the page itself, which shows errors and notes beside the field that they are about.
 
-    After an error, what was typed stays. After a program was run, there is no question.
+    Typed text stays after an error. Running a program clears the question, which it does not answer.
     """
 
     @wraps(function)

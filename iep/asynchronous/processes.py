@@ -49,7 +49,7 @@ class Message(NamedTuple):
     finished: int | None = None
     """The number of an instance of which the sender has done its part."""
     value: tuple[Any] | None = None
-    """What the sender contributes to an exchange."""
+    """The object that the sender contributes to an exchange."""
     failure: str | None = None
     """Why the sender ends the run."""
     is_last: bool = False

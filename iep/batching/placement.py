@@ -39,7 +39,8 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     The values of column c on device p (a position) are column c * D + p of the plan; copy calls have negative ops.
 
     Raises:
-        ValueError: as `make_plan`, or an op of the graph has no device, or a call's functions are on several devices.
+        ValueError: the schedule does not fit the graph, an op of the graph has no device, or a call's functions are on
+            several devices.
     """
     types, count = types or one_column(graph), len(placement.devices)
     ops, kind_N = graph.kinds

@@ -151,7 +151,7 @@ def main(
         if label.encode(errors="replace").decode() != label:
             raise click.UsageError(f"{flag}: the name {label!r} is not UTF-8 text")
     # Imported late: `--help` should not wait for torch.
-    from iep.evaluation.html_report import PAGE, Page
+    from iep.evaluation.html_report import PAGE, ReportOptions
     from iep.evaluation.json_report import Report, format_table, is_report, read_report
     from iep.evaluation.outcome import OUTPUTS, REPORT
     from iep.evaluation.run_evaluation import evaluate
@@ -169,7 +169,9 @@ def main(
     ]
     page = None
     if report_dir is not None:
-        page = Page(report_dir, MOST_QUESTIONS if most_questions is None else most_questions, name, tuple(earlier))
+        page = ReportOptions(
+            report_dir, MOST_QUESTIONS if most_questions is None else most_questions, name, tuple(earlier)
+        )
 
     def show(report: Report) -> None:
         click.echo(format_table([*earlier, (name, report)]))

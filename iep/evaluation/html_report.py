@@ -34,7 +34,7 @@ PAGE = "report.html"
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportOptions:
     """The contents of the HTML report besides the evaluation's outcome.
 
     Attributes:
@@ -51,7 +51,7 @@ class Page:
 
 
 def write_page(
-    page: Page,
+    page: ReportOptions,
     outcome: Outcome,
     report: Report,
     settings: Mapping[str, Any],
@@ -152,7 +152,7 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _facts(page: Page, report: Report) -> dict[str, str]:
+def _facts(page: ReportOptions, report: Report) -> dict[str, str]:
     """Return lines of the page's header by their names: what was evaluated, where and when."""
     speed, memory = report.questions_per_second, report.peak_memory_gb
     facts = {

@@ -32,7 +32,7 @@ from iep.data.question_file import (
 )
 from iep.errors import InputError
 from iep.evaluation.answer_files import answer_predictions, open_questions
-from iep.evaluation.html_report import PAGE, Page, write_page
+from iep.evaluation.html_report import PAGE, ReportOptions, write_page
 from iep.evaluation.json_report import TITLES, Report
 from iep.evaluation.metrics import Scores, count_types, question_types, score
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, Outcome, write_outputs
@@ -54,7 +54,7 @@ from iep.vocab import Vocab
 def evaluate(
     settings: Evaluation,
     out: Path | None = None,
-    page: Page | None = None,
+    page: ReportOptions | None = None,
     show: Callable[[Report], None] | None = None,
 ) -> Report | None:
     """Evaluate networks, or the answers of any model, and write files into `out` and the HTML report of `page`.

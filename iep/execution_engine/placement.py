@@ -153,7 +153,8 @@ def make_placement(
     """Return the placement that `option` names: `round-robin`, `balanced`, or the path of a YAML file.
 
     Raises:
-        InputError: as `read_placement`, or the option is `balanced` and `source` has no programs to compute work from.
+        InputError: the file is missing or not a placement of these parts on these devices, or the option is `balanced`
+            and `source` has no programs to compute work from.
     """
     if option == ROUND_ROBIN:
         return round_robin(parts, devices)

@@ -113,7 +113,7 @@ class Scenes:
         """The width and height of the images in pixels.
 
         Raises:
-            InputError: the weights cannot be loaded, as for `network`.
+            InputError: the weights cannot be loaded.
         """
         return self.network.image_size
 
@@ -121,7 +121,7 @@ class Scenes:
         """Return a function of pixels: (B, 3, H, W) uint8 -> (B, C, H / 16, W / 16) float32.
 
         Raises:
-            InputError: as `network`.
+            InputError: the weights cannot be loaded.
         """
         view = self.viewer(device)
         return lambda pixels_BCHW: view(pixels_BCHW)[0]
@@ -130,7 +130,7 @@ class Scenes:
         """Return a function of pixels, as `extractor` does, that returns the scores of `SceneNetwork` besides features.
 
         Raises:
-            InputError: as `network`.
+            InputError: the weights cannot be loaded.
         """
         network = deepcopy(self.network).to(device, memory_format=torch.channels_last)
 
@@ -302,7 +302,7 @@ def _load_weights(model: nn.Module, path: Path, name: str, stage: int) -> None:
     """Load a state dict, which must hold the weights of `model` up to `stage`, and no others than this model's.
 
     Raises:
-        InputError: as `reading`, or it is the state dict of another network.
+        InputError: the file is missing or not a state dict, or it is the state dict of another network.
     """
     with reading(path, f"a state dict of {name}"):
         found = torch.load(path, map_location="cpu", weights_only=True)

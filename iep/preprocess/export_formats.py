@@ -48,9 +48,9 @@ PROMPTED = ("trl", "verl", "swift")
 """The formats whose prompts have an instruction."""
 INSTRUCTION = "Think step by step, then give the answer, one word or number, in <answer> </answer>."
 THINK_INSTRUCTION = "Think in <think> </think>, then give the answer, one word or number, in <answer> </answer>."
-"""What prompts of reinforcement learning add to a question; `iep.reward` reads such answers."""
+"""The instructions that prompts of reinforcement learning add to a question; `iep.reward` reads such answers."""
 SHORT_ANSWER = "Answer the question using a single word or phrase."
-"""What LLaVA-1.5 adds to a question (Liu et al. 2023, Improved Baselines with Visual Instruction Tuning, 3.2)."""
+"""The instruction of LLaVA-1.5 (Liu et al. 2023, Improved Baselines with Visual Instruction Tuning, 3.2)."""
 GROUP_ROWS, SHARD_ROWS = 200, 10_000
 """The rows that are in memory at once, and the rows of a parquet file. Parquet stores equal images of a group once."""
 NSCL_WORDS = ("<UNK>", "<BOS>", "<EOS>", "<CONCEPTS>", "<REL_CONCEPTS>", "<ATTRIBUTES>")

@@ -71,7 +71,7 @@ class SceneImages:
         """Return the same images, all decoded, by `workers` processes.
 
         Raises:
-            InputError: they do not fit into memory, or as `read`.
+            InputError: they do not fit into memory, or a file is missing or not an image.
         """
         need, available = len(self) * self.row_bytes, available_memory()
         if need > available:

@@ -178,7 +178,7 @@ def attempt(make: Callable[[], T], here: bool = True) -> T | None:
 
     Raises:
         InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
-        OSError: likewise.
+        OSError: `make` raised it in some process, which is handled in the same way.
     """
     made = trouble = None
     try:
@@ -196,7 +196,7 @@ def main_first(make: Callable[[], T]) -> T:
 
     Raises:
         InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
-        OSError: likewise.
+        OSError: `make` raised it in some process, which is handled in the same way.
     """
     by_first, by_others = attempt(make, is_main()), attempt(make, not is_main())
     return by_first if is_main() else by_others
@@ -207,6 +207,6 @@ def by_main(make: Callable[[], T]) -> T:
 
     Raises:
         InputError: `make` raised it. It is raised in the main process, and the others exit.
-        OSError: likewise.
+        OSError: `make` raised it, which is handled in the same way.
     """
     return broadcast(attempt(make, is_main()))

@@ -139,7 +139,7 @@ class _Workers:
         self.calls: dict[int, float] = {}
         """The moving average of the number of calls of each op in the minibatches that use it."""
         self.metrics: list[Metrics] = []
-        """Those of the instances whose losses have been computed since the last row."""
+        """The metrics of the instances whose losses have been computed since the last row."""
         self._lock = threading.Lock()
         config = self.config
         self.trainer = AsynchronousTrainer(
