@@ -101,6 +101,7 @@ REFUSED = [
     ("--image {image} --pg {pg}", 2, "give --ee CKPT, or --baseline CKPT"),
     ("--ee {ee} --image {image}", 1, "holds no program generator; give that of another run as pg (--pg CKPT)"),
     ("--ee {ee} --program {count}", 2, "there is no image: give --image FILE"),
+    ("{run} --image {image} --program {count}", 2, "'--image': given more than once"),
     ("--ee '' --image {image}", 2, "'--ee': the name is empty, expected a path"),
     (
         "--ee symbolic --image {image}",

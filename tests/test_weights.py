@@ -56,6 +56,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         create_repo=lambda name, private, exist_ok: f"https://hub/{name}",
         upload_folder=upload,
         hf_hub_download=download,
+        try_to_load_from_cache=lambda repo_id, filename: None,
+        hf_hub_url=lambda repo_id, filename: (repo_id, filename),
+        get_hf_file_metadata=lambda url, timeout: download(*url),
     )
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", fake)
     return tmp_path / "hub"
@@ -177,6 +180,8 @@ def test_a_joint_run_brings_its_generator(runs):
         ),
         (lambda _: iep.load(None), "None: expected a path, or a name on the Hugging Face Hub such as user/name"),
         (lambda _: iep.load(pg=5), "5: expected a path, or a name on the Hugging Face Hub such as user/name"),
+        (lambda model: model.save(5), "the directory is 5, expected a path"),
+        (lambda model: model.push_to_hub(5), "5: expected a name on the Hugging Face Hub such as user/name"),
     ],
 )
 def test_values_of_other_types_are_input_errors_that_say_what_is_expected(runs, use, message: str):
@@ -247,7 +252,7 @@ def test_networks_are_pushed_to_the_hub_with_a_card_and_loaded_by_name(runs, hub
     assert 'iep.load("someone/clevr")' in (hub / "someone/clevr/README.md").read_text()
     for loaded in (iep.load("someone/clevr"), iep.Model.from_pretrained("someone/clevr")):
         assert str(loaded.ask(IMAGE, QUESTION)) == str(model.ask(IMAGE, QUESTION))
-    with pytest.raises(InputError, match="no such run here, and the Hub has no best"):
+    with pytest.raises(InputError, match=r"no such run here, and no best\.safetensors of a repository of this name"):
         iep.load("someone/other")
 
 
@@ -261,9 +266,10 @@ def test_without_huggingface_hub_one_line_says_what_to_install(runs, monkeypatch
 
 def test_what_looks_like_a_path_is_not_looked_up_on_the_hub(runs, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(runs["joint"], "runs/joint")
+    shutil.copytree(runs["joint"], "mine/joint")
     for name, message in (
-        ("runs/jiont", "no such file; did you mean 'joint'?"),
+        ("runs/joint", "no such file"),
+        ("mine/jiont", "no such file; did you mean 'joint'?"),
         ("absent/best.pt", "no such file"),
         ("../other/run", "no such file"),
         (Path("someone/other"), "no such file"),
@@ -333,6 +339,9 @@ def test_images_without_objects_are_answered_with_a_warning_and_those_of_ten_wit
         assert answer.warning == expected
         assert ("objects found" in str(answer)) == bool(expected)
     assert (len(model.objects(tmp_path / "flat.png")), len(model.objects(ten))) == (0, 10)
+    words = "'smal' is not in the vocabulary and is read as <UNK>; the nearest known word is 'small'"
+    assert model.ask(ten, "How many smal things are there?").warning == words
+    assert model.ask(tmp_path / "flat.png", "How many smal things are there?").warning == f"{words}\n{warning}"
 
 
 def test_networks_come_with_the_package_and_answer_unless_others_are_given():

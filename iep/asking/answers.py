@@ -203,11 +203,12 @@ class Answer:
 
     @property
     def warning(self) -> str:
-        """A reason to doubt answers about the image, such as that no object was found in it.
+        """Reasons to doubt the answer, one a line; empty if there is none.
 
-        It is empty for a familiar image, and for networks whose backbone does not find objects.
+        They are the question's unknown words, and objects that are unlike those of CLEVR's images, such as none at all,
+        if the backbone finds objects.
         """
-        return self.seen.warning
+        return "\n".join([*_about_words(self.unknown), *[self.seen.warning] * bool(self.seen.warning)])
 
     def __repr__(self) -> str:
         asked = "" if self.question is None else f" to {self.question!r}"
@@ -215,7 +216,7 @@ class Answer:
 
     def __str__(self) -> str:
         """Return the question, the likeliest answers, the program as a tree and the warning."""
-        return describe(self) + f"\n  {self.warning}" * bool(self.warning)
+        return describe(self) + f"\n  {self.seen.warning}" * bool(self.seen.warning)
 
     def draw(self, path: Path | str | None = None, saliency: str = DEFAULT_SALIENCY, top: int = TOP) -> "Figure":
         """Draw the image, the likeliest answers, and the program's tree with the map of each function.
@@ -267,10 +268,7 @@ class Answer:
 def describe(answer: Answer, top: int = TOP, picture: Path | None = None, with_question: bool = True) -> str:
     """Return text with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
     lines = [answer.question] if answer.question and with_question else []
-    for word, near in answer.unknown[:MOST_WORDS]:
-        lines.append(f"  {unknown_word(word, near)}")
-    if len(answer.unknown) > MOST_WORDS:
-        lines.append(f"  and {len(answer.unknown) - MOST_WORDS} more words are read as <UNK>")
+    lines += [f"  {line}" for line in _about_words(answer.unknown)]
     best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(answer.probabilities.items())[:top])
     lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
     if answer.tree is not None:
@@ -282,10 +280,15 @@ def describe(answer: Answer, top: int = TOP, picture: Path | None = None, with_q
     return "\n".join(lines)
 
 
-def unknown_word(word: str, near: str | None) -> str:
-    """Return a line about a word that is not in the vocabulary."""
-    hint = f"; the nearest known word is {near!r}" if near else ""
-    return f"{word!r} is not in the vocabulary and is read as <UNK>{hint}"
+def _about_words(unknown: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Return a line about each word that is not in the vocabulary, and one about the number of further words."""
+    lines = []
+    for word, near in unknown[:MOST_WORDS]:
+        hint = f"; the nearest known word is {near!r}" if near else ""
+        lines.append(f"{word!r} is not in the vocabulary and is read as <UNK>{hint}")
+    if len(unknown) > MOST_WORDS:
+        lines.append(f"and {len(unknown) - MOST_WORDS} more words are read as <UNK>")
+    return lines
 
 
 def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict[str, Any]:
@@ -302,8 +305,8 @@ def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict
     if answer.tree is not None:
         predicted = content_tokens(answer.indices, answer.engine.program_tokens)
         content |= {"program": predicted, "run": tokens_run(answer.tree)}
-    if answer.warning:
-        content["warning"] = answer.warning
+    if answer.seen.warning:
+        content["warning"] = answer.seen.warning
     if picture is not None:
         content["picture"] = str(picture)
     return content
@@ -314,7 +317,7 @@ def _warnings(answer: Answer) -> list[str]:
     unknown = [f"'{word}'" for word, _ in answer.unknown]
     reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
     warned = [
-        ("", [answer.warning] * bool(answer.warning), ""),
+        ("", [answer.seen.warning] * bool(answer.seen.warning), ""),
         (f"unknown word{'s' * (len(unknown) > 1)}: ", unknown, ", "),
         ("", reasons, "; "),
         ("ignored after the program's tree: ", answer.tree.ignored, " "),

@@ -24,7 +24,7 @@ from PIL import Image
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from iep.asking.answers import Answer, unknown_word
+from iep.asking.answers import Answer
 from iep.asking.loading import Model
 from iep.asking.picture import lit
 from iep.errors import InputError
@@ -240,7 +240,6 @@ def _beside(image: Path) -> list[Path]:
 
 def _shown(answer: Answer) -> tuple[Any, ...]:
     """Return the page's results: probabilities, the program's tree, its tokens, and maps; and notes as a list."""
-    notes = [unknown_word(word, near) for word, near in answer.unknown] + [answer.warning] * bool(answer.warning)
     picture, maps = answer.seen.pixels.copy(), []
     picture.thumbnail(SIZE)
     for node, map_HW in zip(answer.tree.nodes, answer.maps(), strict=True):
@@ -249,4 +248,4 @@ def _shown(answer: Answer) -> tuple[Any, ...]:
         uri = data_uri(Image.fromarray((255 * lit(picture, map_HW)).astype(np.uint8)))
         maps.append(f'<figure><img src="{uri}" alt=""><figcaption>{escape(named(node))}</figcaption></figure>')
     tree = "\n".join(tree_lines(answer.tree, named))
-    return dict(answer.probabilities), tree, answer.program, MAPS.format("".join(maps)), notes
+    return dict(answer.probabilities), tree, answer.program, MAPS.format("".join(maps)), answer.warning.splitlines()

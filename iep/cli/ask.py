@@ -30,12 +30,25 @@ if TYPE_CHECKING:
     from iep.asking.answers import Answer
 
 
+def _one_image(context: click.Context, option: click.Parameter, images: tuple[Path, ...]) -> Path | None:
+    """Return the image of `--image`, or None.
+
+    Raises:
+        click.BadParameter: there are several.
+    """
+    if len(images) > 1:
+        raise click.BadParameter("given more than once, but all questions are about one image")
+    return images[0] if images else None
+
+
 @click.command(cls=Command)
 @network_options
 @modules_option
 @click.option(
     "--image",
     type=NamedPath(dir_okay=False),
+    multiple=True,
+    callback=_one_image,
     help="Image file, such as PNG or JPEG. Only a baseline that does not read images can do without.",
 )
 @click.option(
