@@ -42,7 +42,7 @@ def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked,
     assert f"Wrote {path}" in output
     assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 2 + len(WIDE.split())  # and the scale of colours
     found = texts(path)
-    names = ("Why $x$ < y, then?", "greater_than", "intersect", "[small]", "'Why', '$x$', '<'", "Colours: each")
+    names = ("Why $x$ < y, then?", "greater_than", "intersect", "[small]", "'$x$' is not in the vocabulary", "Colours: each")
     assert [name for name in names if name not in found] == []
     assert found.count("scene") == 4
     assert found.count("%") == 4

@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOP = 3
 """The number of the likeliest answers that are shown."""
-MOST_WORDS = 10
-"""The most unknown words or ignored tokens that are listed one by one."""
-MOST_NODES = 200
-"""The most functions of a program that is drawn; a larger picture would be illegible."""
 SPELLINGS = {"colour": "color", "grey": "gray"}
 """British spellings and those of the questions of CLEVR."""
 QUOTES = "\"'“”‘’"
@@ -232,8 +228,7 @@ class Answer:
             a figure of matplotlib, which a notebook displays.
 
         Raises:
-            InputError: a baseline answered, the program is too large to be drawn, `saliency` is unknown, or the ending
-                of `path` is not that of a format.
+            InputError: a baseline answered, `saliency` is unknown, or the ending of `path` is not that of a format.
             OSError: the file cannot be written.
         """
         from iep.asking.picture import draw_answer  # matplotlib takes a second
@@ -256,10 +251,6 @@ class Answer:
             raise InputError(f"saliency is {saliency!r}, expected one of {', '.join(SALIENCY)}")
         if self.tree is None:
             raise InputError("a baseline runs no program that could be drawn")
-        if len(self.tree.nodes) > MOST_NODES:
-            raise InputError(
-                f"a program of {len(self.tree.nodes)} functions is not drawn, expected {MOST_NODES} at most"
-            )
         traced = trace(self.engine, self.seen.features_1CHW, self.indices)
         pairs = zip(unit_maps(traced, saliency), self.tree.nodes, strict=True)
         return [map_HW * (not node.unused) for map_HW, node in pairs]
@@ -281,14 +272,11 @@ def describe(answer: Answer, top: int = TOP, picture: Path | None = None, with_q
 
 
 def _about_words(unknown: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return a line about each word that is not in the vocabulary, and one about the number of further words."""
-    lines = []
-    for word, near in unknown[:MOST_WORDS]:
-        hint = f"; the nearest known word is {near!r}" if near else ""
-        lines.append(f"{word!r} is not in the vocabulary and is read as <UNK>{hint}")
-    if len(unknown) > MOST_WORDS:
-        lines.append(f"and {len(unknown) - MOST_WORDS} more words are read as <UNK>")
-    return lines
+    """Return a line about each word that is not in the vocabulary."""
+    return [
+        f"{word!r} is not in the vocabulary and is read as <UNK>" + f"; the nearest known word is {near!r}" * bool(near)
+        for word, near in unknown
+    ]
 
 
 def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict[str, Any]:
@@ -314,18 +302,6 @@ def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict
 
 def _warnings(answer: Answer) -> list[str]:
     """Return what a picture says about an unusual image, unknown words, and unused parts of the program."""
-    unknown = [f"'{word}'" for word, _ in answer.unknown]
     reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
-    warned = [
-        ("", [answer.seen.warning] * bool(answer.seen.warning), ""),
-        (f"unknown word{'s' * (len(unknown) > 1)}: ", unknown, ", "),
-        ("", reasons, "; "),
-        ("ignored after the program's tree: ", answer.tree.ignored, " "),
-    ]
-    return [before + _some(texts, between) for before, texts, between in warned if texts]
-
-
-def _some(texts: Sequence[str], between: str) -> str:
-    """Join the first texts, and add the number of the others."""
-    more = f"{between}and {len(texts) - MOST_WORDS} more" if len(texts) > MOST_WORDS else ""
-    return between.join(texts[:MOST_WORDS]) + more
+    ignored = f"ignored after the program's tree: {' '.join(answer.tree.ignored)}" * bool(answer.tree.ignored)
+    return [line for line in (*answer.warning.splitlines(), *reasons, ignored) if line]

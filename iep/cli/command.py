@@ -2,11 +2,10 @@
 
 import errno
 import os
-import select
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -97,7 +96,7 @@ class Command(_Stoppable):
                 click.echo(err=True)  # the first process may have a progress bar on this line
             raise click.ClickException(" ".join(str(error).split())) from error
         except OSError as error:
-            if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+            if isinstance(error, BrokenPipeError):
                 raise  # click exits silently, as other programs do in a pipe
             raise click.ClickException(describe_os_error(error)) from error
         except (MemoryError, RuntimeError) as error:
@@ -127,17 +126,6 @@ def _advice(ctx: click.Context) -> str:
     """Return advice to lower an option of the command when memory runs out, if there is such an option."""
     options = {parameter.name for parameter in ctx.command.params}
     return next((f"; lower --{name.replace('_', '-')}" for name in ("batch_size", "beam_size") if name in options), "")
-
-
-def _is_unread(stream: TextIO) -> bool:
-    """Return whether the stream is a pipe whose reader has closed it."""
-    try:
-        descriptor = stream.fileno()
-    except OSError:  # a stream in memory
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def first_line(error: Exception) -> str:
