@@ -8,12 +8,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
+from ask_cases import IMAGE, answered, sample_data, trained
 from batching_cases import quick
 from clevr_files import write_images
 from hypothesis import given, settings
 from PIL import Image
-from tiny_data import assert_one_error, files_no_larger_than
 
 from iep.asking.picture import lit, tree_columns
 from iep.programs import program_tree
@@ -42,7 +41,14 @@ def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked,
     assert f"Wrote {path}" in output
     assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 2 + len(WIDE.split())  # and the scale of colours
     found = texts(path)
-    names = ("Why $x$ < y, then?", "greater_than", "intersect", "[small]", "'$x$' is not in the vocabulary", "Colours: each")
+    names = (
+        "Why $x$ < y, then?",
+        "greater_than",
+        "intersect",
+        "[small]",
+        "'$x$' is not in the vocabulary",
+        "Colours: each",
+    )
     assert [name for name in names if name not in found] == []
     assert found.count("scene") == 4
     assert found.count("%") == 4
@@ -68,14 +74,6 @@ def test_long_and_wide_programs_about_images_of_any_shape_are_drawn(asked, tmp_p
     with Image.open(tmp_path / "long.png") as picture:
         picture.load()
         assert picture.height > 2000
-
-
-def test_a_picture_that_is_not_written_whole_leaves_the_earlier_one(asked, tmp_path):
-    path = tmp_path / "a.png"
-    path.write_text("before")
-    with files_no_larger_than(3000):
-        assert_one_error(iep_ask(*asked, "--program", "count scene", "--draw", path), str(path))
-    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {path.name: "before"}
 
 
 def test_a_map_is_drawn_in_its_own_cells():
