@@ -235,8 +235,8 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: 
     except RuntimeError as error:
         raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
     for key, value in network.state_dict().items():
-        if not value.isfinite().all():  # every answer would be NaN or the first one
-            raise InputError(f"{path}: {key} of {what} holds numbers that are not finite")
+        if not (is_good := value.isfinite()).all():  # every answer would be NaN or the first one
+            raise InputError(f"{path}: {key} of {what} holds {value[~is_good][0].item()}, expected finite numbers")
     network.recipe = checkpoint.get("features") or {}
     return network
 
