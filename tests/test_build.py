@@ -59,16 +59,6 @@ def test_arguments_that_make_no_network_of_the_weights_are_named(
     assert not recwarn.list
 
 
-def test_a_command_prints_none_of_pytorchs_warnings_about_a_checkpoint(
-    runs: dict[str, Path], data: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
-):
-    held = load_checkpoint(runs["ee"])
-    torch.save(held, tmp_path / "old.pt", pickle_protocol=3)
-    result = iep_eval("--ee", tmp_path / "old.pt", "--data", data, "--workers", 0)
-    assert result.exit_code == 0, result.output
-    assert not recwarn.list
-
-
 USED = {
     "generator": {"question", "program"},
     "engine": {"program", "answer"},

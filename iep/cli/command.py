@@ -3,7 +3,6 @@
 import errno
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,6 @@ FULL_DISK = {
 }
 
 
-USELESS = "Detected pickle protocol|Initializing zero-element tensors"
-"""The beginnings of PyTorch's warnings about a checkpoint that loads all the same, or ends a command with an error."""
 LOST_WORKER = "DataLoader worker (pid"
 """The beginning of the error that PyTorch raises when the system has killed a process that loads data."""
 
@@ -43,7 +40,6 @@ class _Stoppable(click.Command):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         _replace_closed_streams()
-        warnings.filterwarnings("ignore", USELESS)
         os.environ["MPLBACKEND"] = "agg"  # pictures are only written to files, and other backends may be missing
         if sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for other characters
