@@ -6,11 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluate_cases import iep_eval
-from original_cases import engine_file, write
 from tiny_data import (
-    CHANNELS,
-    GRID,
-    VOCAB,
     arrays,
     assert_one_error,
     features,
@@ -25,7 +21,6 @@ from train_cases import before_each_step, iep_train
 
 from iep.data.datasets import Batch
 from iep.errors import InputError
-from iep.models.build import load_network
 from iep.models.checkpoint import load_checkpoint, load_newest, save_checkpoint
 from iep.training.loop import Trainer
 from iep.training.run_training import train
@@ -134,17 +129,6 @@ def test_a_weight_that_is_not_finite_is_named(data, run, tmp_path: Path):
     result = iep_eval("--baseline", path, "--data", data, "--out", tmp_path / "out")
     assert_one_error(result, f"{path}: rnn.embed.weight of a", "holds -inf, expected finite numbers")
     assert not (tmp_path / "out" / "predictions.jsonl").exists()
-
-
-def test_a_variance_below_0_is_named(data: Path, tmp_path: Path):
-    """Its square root is NaN, so that every answer would be NaN for any question."""
-    file = engine_file(feature_dim=(CHANNELS, GRID, GRID), stem_batchnorm=True)
-    file["execution_engine_state"]["stem.4.running_var"][1] = -0.5
-    path = write(tmp_path / "old.pt", file)
-    problem = "stem.4.running_var of an execution engine holds -0.5, expected no variance below 0"
-    assert_one_error(iep_eval("--ee", path, "--data", data, "--workers", 0), f"{path}: {problem}")
-    file["execution_engine_state"]["stem.4.running_var"][1] = 0
-    assert load_network(write(path, file), "engine", VOCAB, torch.device("cpu"))
 
 
 def test_features_that_are_not_finite_are_told_of_by_the_question(run, tmp_path: Path):

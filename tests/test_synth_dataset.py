@@ -16,7 +16,6 @@ from PIL import Image
 from pycocotools import mask as coco
 from tiny_data import assert_one_error, files_no_larger_than
 
-from iep.cli.balance import main as balance_main
 from iep.cli.synth import main
 from iep.runtime.reading import read_json
 from iep.synth.annotations import bounding_box, run_lengths
@@ -215,15 +214,6 @@ def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Pat
 def test_arguments_that_cannot_be_followed_are_one_line(tmp_path: Path, flags: str, complaint: str, code: int) -> None:
     assert_one_error(iep_synth(tmp_path / "out", *flags.split(" ")), complaint, code=code)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_table_of_guesses_is_printed_for_questions_files_and_refuses_those_without_answers(made: Path) -> None:
-    shown = CliRunner().invoke(balance_main, [str(made / "questions/CLEVR_train_questions.json")])
-    assert shown.exit_code == 0
-    assert "by guessing" in shown.output
-    refused = CliRunner().invoke(balance_main, [str(made / "questions/CLEVR_test_questions.json")])
-    assert refused.exit_code == 1
-    assert "question 0 has no answer or no program" in refused.output
 
 
 def test_the_sample_is_what_its_command_makes(tmp_path: Path) -> None:

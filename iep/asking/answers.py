@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOP = 3
 """The number of the likeliest answers that are shown."""
-MOST_WORDS = 10
-"""The most unknown words or ignored tokens that are listed one by one."""
-MOST_NODES = 200
-"""The most functions of a program that is drawn; a larger picture would be illegible."""
 SPELLINGS = {"colour": "color", "grey": "gray"}
 """British spellings and those of the questions of CLEVR."""
 QUOTES = "\"'“”‘’"
@@ -203,11 +199,12 @@ class Answer:
 
     @property
     def warning(self) -> str:
-        """A reason to doubt answers about the image, such as that no object was found in it.
+        """Reasons to doubt the answer, one a line; empty if there is none.
 
-        It is empty for a familiar image, and for networks whose backbone does not find objects.
+        They are the question's unknown words, and objects that are unlike those of CLEVR's images, such as none at all,
+        if the backbone finds objects.
         """
-        return self.seen.warning
+        return "\n".join([*_about_words(self.unknown), *[self.seen.warning] * bool(self.seen.warning)])
 
     def __repr__(self) -> str:
         asked = "" if self.question is None else f" to {self.question!r}"
@@ -215,7 +212,7 @@ class Answer:
 
     def __str__(self) -> str:
         """Return the question, the likeliest answers, the program as a tree and the warning."""
-        return describe(self) + f"\n  {self.warning}" * bool(self.warning)
+        return describe(self) + f"\n  {self.seen.warning}" * bool(self.seen.warning)
 
     def draw(self, path: Path | str | None = None, saliency: str = DEFAULT_SALIENCY, top: int = TOP) -> "Figure":
         """Draw the image, the likeliest answers, and the program's tree with the map of each function.
@@ -231,8 +228,7 @@ class Answer:
             a figure of matplotlib, which a notebook displays.
 
         Raises:
-            InputError: a baseline answered, the program is too large to be drawn, `saliency` is unknown, or the ending
-                of `path` is not that of a format.
+            InputError: a baseline answered, `saliency` is unknown, or the ending of `path` is not that of a format.
             OSError: the file cannot be written.
         """
         from iep.asking.picture import draw_answer  # matplotlib takes a second
@@ -255,10 +251,6 @@ class Answer:
             raise InputError(f"saliency is {saliency!r}, expected one of {', '.join(SALIENCY)}")
         if self.tree is None:
             raise InputError("a baseline runs no program that could be drawn")
-        if len(self.tree.nodes) > MOST_NODES:
-            raise InputError(
-                f"a program of {len(self.tree.nodes)} functions is not drawn, expected {MOST_NODES} at most"
-            )
         traced = trace(self.engine, self.seen.features_1CHW, self.indices)
         pairs = zip(unit_maps(traced, saliency), self.tree.nodes, strict=True)
         return [map_HW * (not node.unused) for map_HW, node in pairs]
@@ -267,10 +259,7 @@ class Answer:
 def describe(answer: Answer, top: int = TOP, picture: Path | None = None, with_question: bool = True) -> str:
     """Return text with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
     lines = [answer.question] if answer.question and with_question else []
-    for word, near in answer.unknown[:MOST_WORDS]:
-        lines.append(f"  {unknown_word(word, near)}")
-    if len(answer.unknown) > MOST_WORDS:
-        lines.append(f"  and {len(answer.unknown) - MOST_WORDS} more words are read as <UNK>")
+    lines += [f"  {line}" for line in _about_words(answer.unknown)]
     best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(answer.probabilities.items())[:top])
     lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
     if answer.tree is not None:
@@ -282,10 +271,12 @@ def describe(answer: Answer, top: int = TOP, picture: Path | None = None, with_q
     return "\n".join(lines)
 
 
-def unknown_word(word: str, near: str | None) -> str:
-    """Return a line about a word that is not in the vocabulary."""
-    hint = f"; the nearest known word is {near!r}" if near else ""
-    return f"{word!r} is not in the vocabulary and is read as <UNK>{hint}"
+def _about_words(unknown: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Return a line about each word that is not in the vocabulary."""
+    return [
+        f"{word!r} is not in the vocabulary and is read as <UNK>" + f"; the nearest known word is {near!r}" * bool(near)
+        for word, near in unknown
+    ]
 
 
 def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict[str, Any]:
@@ -302,8 +293,8 @@ def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict
     if answer.tree is not None:
         predicted = content_tokens(answer.indices, answer.engine.program_tokens)
         content |= {"program": predicted, "run": tokens_run(answer.tree)}
-    if answer.warning:
-        content["warning"] = answer.warning
+    if answer.seen.warning:
+        content["warning"] = answer.seen.warning
     if picture is not None:
         content["picture"] = str(picture)
     return content
@@ -311,18 +302,6 @@ def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict
 
 def _warnings(answer: Answer) -> list[str]:
     """Return what a picture says about an unusual image, unknown words, and unused parts of the program."""
-    unknown = [f"'{word}'" for word, _ in answer.unknown]
     reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
-    warned = [
-        ("", [answer.warning] * bool(answer.warning), ""),
-        (f"unknown word{'s' * (len(unknown) > 1)}: ", unknown, ", "),
-        ("", reasons, "; "),
-        ("ignored after the program's tree: ", answer.tree.ignored, " "),
-    ]
-    return [before + _some(texts, between) for before, texts, between in warned if texts]
-
-
-def _some(texts: Sequence[str], between: str) -> str:
-    """Join the first texts, and add the number of the others."""
-    more = f"{between}and {len(texts) - MOST_WORDS} more" if len(texts) > MOST_WORDS else ""
-    return between.join(texts[:MOST_WORDS]) + more
+    ignored = f"ignored after the program's tree: {' '.join(answer.tree.ignored)}" * bool(answer.tree.ignored)
+    return [line for line in (*answer.warning.splitlines(), *reasons, ignored) if line]

@@ -211,9 +211,11 @@ class Model:
             half: store float16, which takes half the space. Computation is in float32 all the same.
 
         Raises:
-            InputError: the directory holds a run, whose checkpoints `iep.load` would read.
+            InputError: the directory holds a run, whose checkpoints `iep.load` would read, or is no path.
             OSError: a file cannot be written.
         """
+        if not isinstance(directory, str | PathLike):
+            raise InputError(f"the directory is {directory!r:.60}, expected a path")
         if checkpoints(Path(directory)):
             raise InputError(f"{directory}: already holds a run; choose another directory")
         networks = self._networks
@@ -231,9 +233,11 @@ class Model:
             private: whether a new repository is private.
 
         Raises:
-            InputError: the extra is not installed.
+            InputError: the extra is not installed, or `name` is no name of a repository.
             HfHubHTTPError: the Hub refuses the upload.
         """
+        if not isinstance(name, str) or not HUB_NAME.fullmatch(name):
+            raise InputError(f"{name!r:.60}: expected a name on the Hugging Face Hub such as user/name")
         hub = _hub(f"{name}:")
         with TemporaryDirectory() as directory:
             self.save(directory)
@@ -283,6 +287,10 @@ print(iep.load("{name}").ask("image.png", "How many red things are there?"))
 """
 HUB_NAME = re.compile(r"(\w[\w.-]*)/\w[\w.-]*")
 """The name of a repository, such as `user/name`; no part begins with a dot, as in a path."""
+HUB_TIMEOUT = 5.0
+"""The seconds that the Hub has to answer whether a repository exists."""
+RUNS = "runs"
+"""The usual directory of runs, which is no user of the Hub."""
 
 
 def load(
@@ -356,20 +364,24 @@ def load(
 def _local(name: Path | str) -> Path:
     """Return the path of networks, after a download if `name` is that of a repository on the Hub.
 
-    What looks like a path is not looked up on the Hub: a `Path`, a checkpoint's ending, or an existing directory before
-    the slash.
+    What looks like a path is not looked up on the Hub: a `Path`, a checkpoint's ending, and `runs` or an existing
+    directory before the slash.
     """
     if not isinstance(name, str | PathLike):
         raise InputError(f"{name!r:.60}: expected a path, or a name on the Hugging Face Hub such as user/name")
     path, is_hub_name = Path(name), HUB_NAME.fullmatch(name) if isinstance(name, str) else None
-    if not is_hub_name or path.exists() or path.parent.exists() or path.suffix in (SAFETENSORS, ".pt"):
+    if not is_hub_name or path.parent.exists() or path.parts[0] == RUNS or path.suffix in (SAFETENSORS, ".pt"):
         return path
     hub = _hub(f"{name}: not a run here, and")
     try:
+        if hub.try_to_load_from_cache(name, WEIGHTS) is None:
+            # This makes one attempt. Without a connection, a download makes six, which take 23 seconds.
+            hub.get_hf_file_metadata(hub.hf_hub_url(name, WEIGHTS), timeout=HUB_TIMEOUT)
         return Path(hub.hf_hub_download(name, WEIGHTS))
     except Exception as error:  # of requests and of the library, without a common class
         reason = shorten(str(error), 300, placeholder=" ...")
-        raise InputError(f"{name}: no such run here, and the Hub has no {WEIGHTS} of this name ({reason})") from None
+        what = f"no such run here, and no {WEIGHTS} of a repository of this name on the Hugging Face Hub"
+        raise InputError(f"{name}: {what} ({reason})") from None
 
 
 def _hub(before: str) -> Any:

@@ -7,11 +7,10 @@ extra `web` and no network.
 import os
 import tempfile
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from pathlib import Path
 from random import Random
 from secrets import randbits
-from textwrap import shorten
 from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported
@@ -24,7 +23,7 @@ from PIL import Image
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from iep.asking.answers import Answer, unknown_word
+from iep.asking.answers import Answer
 from iep.asking.loading import Model
 from iep.asking.picture import lit
 from iep.errors import InputError
@@ -62,21 +61,6 @@ CSS = f"""
 """
 
 
-class Page(gr.Blocks):
-    """Blocks that report a malformed request in one line. Gradio would print a traceback for it."""
-
-    async def preprocess_data(self, *arguments: Any, **options: Any) -> Any:
-        """Return the inputs of a function.
-
-        Raises:
-            gr.Error: there are too few inputs, or one is of another type or out of range.
-        """
-        try:
-            return await super().preprocess_data(*arguments, **options)
-        except Exception as error:  # each component raises errors of its own
-            raise gr.Error(shorten(f"malformed request: {error}", 200), print_exception=False) from None
-
-
 def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
     """Return the page of an engine with a program generator.
 
@@ -96,20 +80,28 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
     def file_of(image: dict[str, Any] | None) -> Path:
         if not (image and image.get("path")):
             raise InputError("There is no image: choose or generate one.")
-        path = Path(image["path"].replace("\0", "?")).resolve()  # which names no file
+        path = Path(image["path"]).resolve()
         if not path.is_relative_to(directory):
             raise InputError("This page has no such image: upload, choose or generate one.")
         return path
 
-    def ask(image: dict[str, Any] | None, question: str) -> tuple[Any, ...]:
-        """Answer a question about an image (a file) by a predicted program."""
-        return _shown(model.ask(file_of(image), _text("question", question)))
+    def answered(is_run: bool, image: dict[str, Any] | None, text: str) -> tuple[Any, ...]:
+        """Answer a question, or run a program, and return the values of `outputs`.
 
-    def run(image: dict[str, Any] | None, program: str) -> tuple[Any, ...]:
-        """Run a program, as prefix tokens separated by spaces, on an image (a file)."""
-        return _shown(model.ask(file_of(image), program=_text("program", program)))
+        Errors and notes stand below the text that they are about, which stays. Running a program clears the question,
+        which it does not answer.
+        """
+        question = gr.skip()
+        try:
+            (answer,) = model.ask(file_of(image), **{"program" if is_run else "question": [text]})
+            results, notes = _shown(answer), answer.warning.splitlines()
+            question = "" if is_run else question
+        except InputError as error:
+            results, notes = (None, "", gr.skip(), ""), [str(error)]
+        html = Markup().join(Markup("<p>{}</p>").format(note) for note in notes)
+        return (*results, question, *(("", html) if is_run else (html, "")))
 
-    with Page(title="iep") as page:
+    with gr.Blocks(title="iep") as page:
         gr.Markdown("# Ask about an image of CLEVR's world")
         with gr.Row():
             with gr.Column(min_width=300):
@@ -139,11 +131,8 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
             "concurrency_limit": 1,  # maps are found by hooks on shared modules
         }
         outputs = [*results, question, about_question, about_program]
-        question.submit(_beside_field(ask, False), [shown, question], outputs, api_name=False, **how)
-        program.submit(_beside_field(run, True), [shown, program], outputs, api_name=False, **how)
-        for function, box in ((ask, question), (run, program)):  # for programs, which get errors and no notes
-            hidden = gr.Button(visible=False)
-            hidden.click(_told(function), [shown, box], results, api_name=function.__name__, **how)
+        question.submit(partial(answered, False), [shown, question], outputs, api_name="ask", **how)
+        program.submit(partial(answered, True), [shown, program], outputs, api_name="run", **how)
     return page
 
 
@@ -185,53 +174,6 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
             page.close(verbose=False)
 
 
-Function = Callable[[dict[str, Any] | None, str], tuple[Any, ...]]
-"""An image and a text -> the page's results, and notes about them."""
-
-
-def _text(what: str, value: object) -> str:
-    """Return a text of a request.
-
-    Raises:
-        InputError: it is of another type.
-    """
-    if not isinstance(value, str):
-        raise InputError(f"the {what} is {value!r:.60}, expected a text")
-    return value
-
-
-def _beside_field(function: Function, is_run: bool) -> Function:
-    """Return a function for the page itself, which shows errors and notes beside the field that they are about.
-
-    Typed text stays after an error. Running a program clears the question, which it does not answer.
-    """
-
-    @wraps(function)
-    def act(image: dict[str, Any] | None, text: str) -> tuple[Any, ...]:
-        try:
-            *results, notes = function(image, text)
-            question = "" if is_run else gr.skip()
-        except InputError as error:
-            results, notes, question = (None, "", gr.skip(), ""), [str(error)], gr.skip()
-        html = Markup().join(Markup("<p>{}</p>").format(note) for note in notes)
-        return (*results, question, *(("", html) if is_run else (html, "")))
-
-    return act
-
-
-def _told(function: Function) -> Function:
-    """Return a function for other programs, to which Gradio passes an `InputError` on."""
-
-    @wraps(function)
-    def act(image: dict[str, Any] | None, text: str) -> tuple[Any, ...]:
-        try:
-            return function(image, text)[:-1]
-        except InputError as error:
-            raise gr.Error(str(error), print_exception=False) from None
-
-    return act
-
-
 def _beside(image: Path) -> list[Path]:
     """Return the first images of an image's directory."""
     alike = (path for path in image.parent.iterdir() if path.suffix.lower() == image.suffix.lower())
@@ -239,8 +181,7 @@ def _beside(image: Path) -> list[Path]:
 
 
 def _shown(answer: Answer) -> tuple[Any, ...]:
-    """Return the page's results: probabilities, the program's tree, its tokens, and maps; and notes as a list."""
-    notes = [unknown_word(word, near) for word, near in answer.unknown] + [answer.warning] * bool(answer.warning)
+    """Return the page's results: probabilities, the program's tree, its tokens, and maps."""
     picture, maps = answer.seen.pixels.copy(), []
     picture.thumbnail(SIZE)
     for node, map_HW in zip(answer.tree.nodes, answer.maps(), strict=True):
@@ -249,4 +190,4 @@ def _shown(answer: Answer) -> tuple[Any, ...]:
         uri = data_uri(Image.fromarray((255 * lit(picture, map_HW)).astype(np.uint8)))
         maps.append(f'<figure><img src="{uri}" alt=""><figcaption>{escape(named(node))}</figcaption></figure>')
     tree = "\n".join(tree_lines(answer.tree, named))
-    return dict(answer.probabilities), tree, answer.program, MAPS.format("".join(maps)), notes
+    return dict(answer.probabilities), tree, answer.program, MAPS.format("".join(maps))

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import count, islice, repeat
+from itertools import count, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,25 @@ if TYPE_CHECKING:
     from iep.asking.answers import Answer
 
 
+def _one_image(context: click.Context, option: click.Parameter, images: tuple[Path, ...]) -> Path | None:
+    """Return the image of `--image`, or None.
+
+    Raises:
+        click.BadParameter: there are several.
+    """
+    if len(images) > 1:
+        raise click.BadParameter("given more than once, but all questions are about one image")
+    return images[0] if images else None
+
+
 @click.command(cls=Command)
 @network_options
 @modules_option
 @click.option(
     "--image",
     type=NamedPath(dir_okay=False),
+    multiple=True,
+    callback=_one_image,
     help="Image file, such as PNG or JPEG. Only a baseline that does not read images can do without.",
 )
 @click.option(
@@ -102,8 +115,6 @@ def main(
     _check_options(context)
     pictures = _pictures(draw, len(programs or questions))
     if draw is not None:
-        for picture in islice(_pictures(draw, len(programs or questions)), len(programs or questions)):
-            _check_not_read(picture, image)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
     from iep.asking.loading import load
@@ -140,9 +151,8 @@ def main(
     seen = model.see(image)
     if seen.warning:
         click.echo(f"{image}: {seen.warning}", err=True)
-    is_typed = not questions and not programs and sys.stdin.isatty()
-    is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
-    show = partial(_show, image=image, saliency=saliency, top=top, as_json=as_json, with_question=not is_echoed)
+    is_typed = not questions and not programs and sys.stdin.isatty() and sys.stdout.isatty()
+    show = partial(_show, image=image, saliency=saliency, top=top, as_json=as_json, with_question=not is_typed)
     if programs or questions:
         answers = model.ask(seen, list(questions) or None, program=list(programs) or None)
         for answer, picture in zip(answers, pictures, strict=False):
@@ -172,31 +182,19 @@ def _show(
     """Print one answer, and draw it into a file unless `picture` is None.
 
     Raises:
-        InputError, OSError: the answer cannot be drawn; it has been printed all the same.
+        InputError: the answer cannot be drawn, or would be drawn over the image that the questions are about.
+        OSError: the picture cannot be written.
     """
     from iep.asking.answers import describe, to_json
 
-    failure = None
     if picture is not None:
-        try:
-            _check_not_read(picture, image)
-            answer.draw(picture, saliency, top)
-        except (InputError, OSError) as error:
-            picture, failure = None, error
-    is_plain = not (sys.stdout.encoding or "").lower().startswith("utf")
+        if image is not None and image.exists() and picture.exists() and image.samefile(picture):
+            raise InputError(f"{picture}: --image reads this file, and --draw would overwrite it")
+        answer.draw(picture, saliency, top)
     if as_json:
-        click.echo(json.dumps(to_json(answer, top, picture), ensure_ascii=is_plain))
+        click.echo(json.dumps(to_json(answer, top, picture)))
     else:
-        text = describe(answer, top, picture, with_question)
-        if is_plain:
-            text = text.translate(PLAIN_BRANCHES).encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding)
-        click.echo(text + "\n")
-    if failure is not None:
-        raise failure
-
-
-PLAIN_BRANCHES = str.maketrans("├└─│", "|`-|")
-"""The lines of a tree for a terminal without UTF-8."""
+        click.echo(describe(answer, top, picture, with_question) + "\n")
 
 
 def _pictures(draw: Path | None, given: int) -> Iterator[Path | None]:
@@ -204,16 +202,6 @@ def _pictures(draw: Path | None, given: int) -> Iterator[Path | None]:
     if draw is None or given == 1:
         return repeat(draw)
     return (draw.with_stem(f"{draw.stem}-{number}") for number in count(1))
-
-
-def _check_not_read(picture: Path, image: Path | None) -> None:
-    """Check that a picture does not overwrite the image that the questions are about.
-
-    Raises:
-        InputError: the picture is the image.
-    """
-    if image is not None and image.exists() and picture.exists() and image.samefile(picture):
-        raise InputError(f"{picture}: --image reads this file, and --draw would overwrite it")
 
 
 def _check_options(context: click.Context) -> None:
@@ -267,22 +255,19 @@ def _check_options(context: click.Context) -> None:
 def typed_questions(is_terminal: bool) -> Iterator[tuple[int, str]]:
     """Yield the questions of the standard input, one per line, with the line numbers.
 
-    At a terminal, an empty line ends the questions; elsewhere it is skipped. A terminal shows a prompt, which goes to
-    the standard error if the standard output is a file. Bytes that are not UTF-8 become surrogates.
+    At a terminal, there is a prompt, and an empty line ends the questions; elsewhere it is skipped. Bytes that are not
+    UTF-8 become surrogates.
     """
     sys.stdin.reconfigure(errors="surrogateescape")
-    is_edited = is_terminal and sys.stdout.isatty()
-    if is_edited:
+    if is_terminal:
         import readline  # noqa: F401 - makes lines editable
     for number in count(1):
-        if is_terminal and not is_edited:
-            click.echo("question: ", nl=False, err=True)
         try:
-            line = input("question: ") if is_edited else sys.stdin.readline()
+            line = input("question: ") if is_terminal else sys.stdin.readline()
         except EOFError:
             click.echo()
             return
-        if not line or (is_terminal and not line.strip()):
+        if not line.strip() and (is_terminal or not line):
             return
         if line.strip():
             yield number, line

@@ -2,11 +2,9 @@
 
 import errno
 import os
-import select
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -22,8 +20,6 @@ FULL_DISK = {
 }
 
 
-USELESS = "Detected pickle protocol|Initializing zero-element tensors"
-"""The beginnings of PyTorch's warnings about a checkpoint that loads all the same, or ends a command with an error."""
 LOST_WORKER = "DataLoader worker (pid"
 """The beginning of the error that PyTorch raises when the system has killed a process that loads data."""
 
@@ -44,7 +40,6 @@ class _Stoppable(click.Command):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         _replace_closed_streams()
-        warnings.filterwarnings("ignore", USELESS)
         os.environ["MPLBACKEND"] = "agg"  # pictures are only written to files, and other backends may be missing
         if sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for other characters
@@ -97,7 +92,7 @@ class Command(_Stoppable):
                 click.echo(err=True)  # the first process may have a progress bar on this line
             raise click.ClickException(" ".join(str(error).split())) from error
         except OSError as error:
-            if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+            if isinstance(error, BrokenPipeError):
                 raise  # click exits silently, as other programs do in a pipe
             raise click.ClickException(describe_os_error(error)) from error
         except (MemoryError, RuntimeError) as error:
@@ -127,17 +122,6 @@ def _advice(ctx: click.Context) -> str:
     """Return advice to lower an option of the command when memory runs out, if there is such an option."""
     options = {parameter.name for parameter in ctx.command.params}
     return next((f"; lower --{name.replace('_', '-')}" for name in ("batch_size", "beam_size") if name in options), "")
-
-
-def _is_unread(stream: TextIO) -> bool:
-    """Return whether the stream is a pipe whose reader has closed it."""
-    try:
-        descriptor = stream.fileno()
-    except OSError:  # a stream in memory
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def first_line(error: Exception) -> str:

@@ -1,7 +1,5 @@
 """`iep-synth`: generate a data set in the layout of CLEVR v1.0."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -46,7 +44,6 @@ COUNT = click.IntRange(min=0)
 @click.option("--seed", type=COUNT, default=0, show_default=True, help="The same seed and options give the same bytes.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Number of worker processes.")
 @click.option("--force", is_flag=True, help="Replace a data set that was made with other options.")
-@click.option("--dry-run", is_flag=True, help="Print the options and exit.")
 def main(
     out: Path,
     preset: str,
@@ -55,7 +52,6 @@ def main(
     cogent: str | None,
     workers: int,
     force: bool,
-    dry_run: bool,
     **given: int | bool | str | None,
 ) -> None:
     """Write images, questions and scenes in CLEVR's layout into the directory OUT.
@@ -71,9 +67,6 @@ def main(
     total = sum(getattr(options, split) for split in SPLITS)
     if total == 0:
         raise click.UsageError("nothing to make: --train, --val and --test are all 0")
-    if dry_run:
-        click.echo(json.dumps(asdict(options), indent=2))
-        return
     with alone_in(out, RECORD), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
 
         def progress(split: str, images: int) -> None:

@@ -6,10 +6,9 @@ The engine runs CLEVR's programs with `iep/batching/`. `program_plan.py` makes t
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +20,15 @@ from iep.execution_engine.choices import (
     DEFAULT_EXECUTION,
     DEFAULT_SCHEDULER,
     EXECUTIONS,
-    INITIALIZATIONS,
     check_choice,
-    make_module_set,
 )
 from iep.execution_engine.execution import CudaGraphs, Execution, run_calls, run_kernels
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_graph import is_of_maps, num_kinds, roles_of
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
-from iep.execution_engine.roles import MAP, ModuleSet, result_kind
-from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
+from iep.execution_engine.roles import MAP, ModuleSet
 from iep.execution_engine.trace import run_tree
-from iep.programs import SCENE, program_tree
+from iep.programs import program_tree
 
 NOT_ROW_BY_ROW = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -280,100 +276,3 @@ def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iter
         for kind in {other.type for other in others} - {device.type}:
             stack.enter_context(torch.autocast(kind, dtype, enabled))
         yield
-
-
-def make_engine(
-    program_tokens: Sequence[str],
-    num_answers: int,
-    feature_dim: int,
-    feature_height: int,
-    feature_width: int,
-    modules: str,
-    module_dim: int,
-    module_residual: bool,
-    module_norm: str,
-    scene: str,
-    stem: str,
-    stem_widths: Sequence[int],
-    stem_stride: int,
-    stem_pixels: int,
-    stem_norm: bool,
-    initialization: str,
-    classifier_projection: int,
-    classifier_pool: int,
-    classifier_hidden: Sequence[int],
-    classifier_norm: bool,
-    classifier_dropout: float,
-    module_settings: Mapping[str, Any],
-    stem_bias: bool = False,
-    classifier_pool_rest: bool = True,
-) -> ExecutionEngine:
-    """Return an engine with new weights, given the settings of its parts. `iep.config.EngineConfig` has the defaults.
-
-    Args:
-        program_tokens: the program vocabulary, special tokens first.
-        num_answers: A.
-        feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
-        feature_height: H of the features.
-        feature_width: W of the features.
-        modules: the name of a set of modules in `choices.MODULES`, or its `MODULE:CLASS`.
-        module_dim: the number of channels of every module's maps.
-        module_residual: blocks add their input to their output. Only for the set `iep`.
-        module_norm: the batch norm after every convolution of a block: 'none', 'batch' over all rows of a call, or
-            'example' over each row by itself, as if examples ran one at a time. Only for the set `iep`.
-        scene: `scene` is a 'module' on the stem's output, or the 'stem' output itself. Only for the set `iep`.
-        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none' for features that already have
-            `module_dim` channels.
-        stem_widths: the channels of the stem's convolutions before the last, which has `module_dim`.
-        stem_stride: the factor by which the modules' grid is smaller than the features' grid along each side.
-        stem_pixels: for a stem of pixels, the side of the small patches that its first convolution reads.
-        stem_norm: batch norm after every convolution of the stem.
-        initialization: 'kaiming' for normal weights (Johnson et al. 2017), or 'torch' for PyTorch's defaults, which are
-            smaller, so that activations do not grow along a deep tree of modules at the start.
-        classifier_projection: the channels of the classifier's 1x1 convolution; 0 for none.
-        classifier_pool: the side of the classifier's max-pool window; 1 for none.
-        classifier_hidden: the widths of the classifier's linear layers before the last.
-        classifier_norm: batch norm after each layer of the classifier but the last.
-        classifier_dropout: the probability of dropping a unit after each linear layer but the last, in training.
-        module_settings: further arguments of the class of a set of modules of another package.
-        stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
-            checkpoints of the original toolkit.
-        classifier_pool_rest: if the pooling window does not divide the grid, pool the rest of it too; the original
-            toolkit drops it.
-
-    Raises:
-        ValueError: a choice is unknown, the vocabulary has no `scene`, a token cannot name a module, the set of modules
-            does not support a setting or a token, the features do not fit the stem, or a norm does not fit the grid.
-    """
-    check_choice("initialization", initialization, INITIALIZATIONS)
-    module_set = make_module_set(
-        modules, dim=module_dim, residual=module_residual, norm=module_norm, scene=scene, **module_settings
-    )
-    stem_part = make_stem(stem, feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, stem_pixels)
-    grid = height, width = tuple(-(-side // stem_stride) for side in (feature_height, feature_width))
-    if module_norm != "none" and height * width == 1:
-        raise ValueError(f"module_norm {module_norm} needs maps of more than one position, and the grid is 1x1")
-    classifier = make_classifier(
-        (module_dim, *(grid if result_kind(module_set.role(SCENE)) == MAP else (1, 1))),
-        classifier_projection,
-        classifier_hidden,
-        num_answers,
-        classifier_pool,
-        classifier_pool_rest,
-        classifier_norm,
-        classifier_dropout,
-    )
-    engine = ExecutionEngine(program_tokens, module_set, stem_part, classifier, grid)
-    if initialization == "kaiming":
-        _kaiming_normal(engine)
-    for part in engine.children():
-        if hasattr(part, "adjust_initial_weights"):
-            part.adjust_initial_weights()
-    return engine
-
-
-def _kaiming_normal(module: nn.Module) -> None:
-    """Draw Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases do not change."""
-    for part in module.modules():
-        if isinstance(part, (nn.Conv2d, nn.Linear)):
-            nn.init.kaiming_normal_(part.weight)

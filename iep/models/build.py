@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,18 +22,106 @@ from tqdm import tqdm
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
 from iep.batching.template import make_template
-from iep.config import MODELS, SECTIONS, Config, to_dict
+from iep.config import MODELS, SECTIONS, Config, EngineConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
-from iep.execution_engine.choices import DEFAULT_EXECUTION, check_named
-from iep.execution_engine.engine import ExecutionEngine, make_engine
+from iep.execution_engine.choices import (
+    DEFAULT_EXECUTION,
+    INITIALIZATIONS,
+    check_choice,
+    check_named,
+    make_module_set,
+)
+from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
+from iep.execution_engine.roles import MAP, result_kind
+from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
+from iep.programs import SCENE
 from iep.runtime.distributed import is_main
 from iep.vocab import Vocab, count_new_words
 
 # The networks and their constructor arguments
+
+
+def make_engine(
+    program_tokens: Sequence[str],
+    num_answers: int,
+    feature_dim: int,
+    feature_height: int,
+    feature_width: int,
+    stem_bias: bool = False,
+    classifier_pool_rest: bool = True,
+    **settings: Any,
+) -> ExecutionEngine:
+    """Return an engine with new weights.
+
+    Args:
+        program_tokens: the program vocabulary, special tokens first.
+        num_answers: A.
+        feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
+        feature_height: H of the features.
+        feature_width: W of the features.
+        stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
+            checkpoints of the original toolkit.
+        classifier_pool_rest: if the pooling window does not divide the grid, pool the rest of it too; the original
+            toolkit drops it.
+        settings: the fields of `EngineConfig`.
+
+    Raises:
+        TypeError: a setting is unknown.
+        ValueError: a choice is unknown, the vocabulary has no `scene`, a token cannot name a module, the set of modules
+            does not support a setting or a token, the features do not fit the stem, or a norm does not fit the grid.
+    """
+    given = EngineConfig(**settings)
+    check_choice("initialization", given.initialization, INITIALIZATIONS)
+    module_set = make_module_set(
+        given.modules,
+        dim=given.module_dim,
+        residual=given.module_residual,
+        norm=given.module_norm,
+        scene=given.scene,
+        **given.module_settings,
+    )
+    stem = make_stem(
+        given.stem,
+        feature_dim,
+        given.stem_widths,
+        given.module_dim,
+        given.stem_stride,
+        given.stem_norm,
+        stem_bias,
+        given.stem_pixels,
+    )
+    grid = height, width = tuple(-(-side // given.stem_stride) for side in (feature_height, feature_width))
+    if given.module_norm != "none" and height * width == 1:
+        raise ValueError(f"module_norm {given.module_norm} needs maps of more than one position, and the grid is 1x1")
+    classifier = make_classifier(
+        (given.module_dim, *(grid if result_kind(module_set.role(SCENE)) == MAP else (1, 1))),
+        given.classifier_projection,
+        given.classifier_hidden,
+        num_answers,
+        given.classifier_pool,
+        classifier_pool_rest,
+        given.classifier_norm,
+        given.classifier_dropout,
+    )
+    engine = ExecutionEngine(program_tokens, module_set, stem, classifier, grid)
+    if given.initialization == "kaiming":
+        _kaiming_normal(engine)
+    for part in engine.children():
+        if hasattr(part, "adjust_initial_weights"):
+            part.adjust_initial_weights()
+    return engine
+
+
+def _kaiming_normal(module: nn.Module) -> None:
+    """Draw Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases do not change."""
+    for part in module.modules():
+        if isinstance(part, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(part.weight)
+
 
 BASELINES: dict[str, type[nn.Module]] = {
     "lstm": LSTMBaseline,
@@ -91,14 +179,9 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     trained on, which is still empty.
 
     Raises:
-        InputError: an argument is unknown or of a wrong type, or the arguments do not fit together, as with too few
-            convolutions for the stride.
+        InputError: an argument is unknown, or the arguments do not fit together, as with too few convolutions for the
+            stride.
     """
-    accepted = inspect.signature(CLASSES[name]).parameters
-    for key, value in kwargs.items():
-        if key in accepted and not _is_of(value, accepted[key].annotation):
-            found = f"{key} is {shorten(repr(value), 60)}, expected the type {accepted[key].annotation}"
-            raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {found}")
     kwargs = to_dict(getattr(Config, name)) | dict(kwargs)
     try:
         network = CLASSES[name](**kwargs)
@@ -115,17 +198,7 @@ def name_of(network: nn.Module) -> str:
     return next(name for name, kind in CLASSES.items() if type(network) is kind)
 
 
-def _is_of(value: Any, kind: Any) -> bool:
-    """Return whether a constructor argument is of its annotated type, if that is one of a few simple types."""
-    if get_origin(kind) is Sequence:
-        return isinstance(value, (list, tuple)) and all(_is_of(item, *get_args(kind)) for item in value)
-    return type(value) is kind if kind in (bool, int, str) else True
-
-
 # Checkpoints
-
-VARIANCES, COUNTS = "running_var", "num_batches_tracked"
-"""PyTorch's names of two buffers of batch norms: the first is never negative, and the second holds an integer."""
 
 
 def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -142,7 +215,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: 
 
     Raises:
         InputError: the checkpoint does not hold this network, its set of modules is not the one named, its arguments
-            are invalid, its weights do not fit them or are not finite, or a variance is negative.
+            are invalid, or its weights do not fit them or are not finite.
     """
     packed = checkpoint.get("networks", {})
     if name not in packed:
@@ -150,42 +223,21 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: 
         raise InputError(f"{path}: holds {found}, expected a checkpoint with {DESCRIPTIONS[name]}")
     if name == "engine":
         check_named(packed[name]["kwargs"].get("modules", Config.engine.modules), modules, path)
-    network = network_of(name, packed[name]["kwargs"], packed[name]["weights"], path)
-    network.recipe = checkpoint.get("features") or {}
-    return network
-
-
-def network_of(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> nn.Module:
-    """Return a network with the weights of the file at `path`.
-
-    Weights and running statistics that are not finite are an error: every answer would be NaN or the first answer.
-
-    Raises:
-        InputError: the arguments are invalid, or the weights do not fit them, are not finite, or are not floating
-            point.
-    """
     what = DESCRIPTIONS[name]
-    for key, value in weights.items():
-        if not (value.is_floating_point() or key.endswith(COUNTS)):
-            dtype = str(value.dtype).removeprefix("torch.")
-            raise InputError(f"{path}: {key} of {what} is {dtype}, expected floating point")
     try:
         with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, take no random numbers
-            network = build(name, kwargs)
-    except InputError as error:
-        raise InputError(f"{path}: {_short(error)}") from None
+            network = build(name, packed[name]["kwargs"])
     except Exception as error:  # arguments of a wrong type can fail in any way
-        raise InputError(f"{path}: {what} cannot be built: {_short(error)}") from None
+        cannot = "" if isinstance(error, InputError) else f"{what} cannot be built: "
+        raise InputError(f"{path}: {cannot}{_short(error)}") from None
     try:
-        network.load_state_dict(weights)
+        network.load_state_dict(packed[name]["weights"])
     except RuntimeError as error:
         raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
     for key, value in network.state_dict().items():
-        is_good, expected = value.isfinite(), "finite numbers"
-        if is_good.all() and key.endswith(VARIANCES):
-            is_good, expected = value >= 0, "no variance below 0"
-        if not is_good.all():
-            raise InputError(f"{path}: {key} of {what} holds {value[~is_good][0].item()}, expected {expected}")
+        if not (is_good := value.isfinite()).all():  # every answer would be NaN or the first one
+            raise InputError(f"{path}: {key} of {what} holds {value[~is_good][0].item()}, expected finite numbers")
+    network.recipe = checkpoint.get("features") or {}
     return network
 
 

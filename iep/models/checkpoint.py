@@ -39,10 +39,6 @@ PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
 }
 """The parts of a checkpoint and their types, for `check_parts`."""
 BEST = "best.pt"
-_MAGIC = 0x1950A86A20F9469CFC6C
-"""The number that torch pickled at the beginning of a file until version 1.6, which made its files zip archives."""
-_SAFE_PROTOCOLS = (2, 3)
-"""The pickle protocols that torch loads without executing anything; it writes the first by default."""
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
@@ -85,8 +81,8 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
     """Return the content of a checkpoint, with tensors on the CPU.
 
     For a run directory, this is its best checkpoint, or otherwise its newest; `default` names the networks that come
-    with the package. A checkpoint of the original toolkit is
-    converted by `iep.models.original.from_original`. A `.safetensors` file holds the networks alone.
+    with the package. A checkpoint of the original toolkit is converted by `iep.models.original.from_original`. A
+    `.safetensors` file holds the networks alone.
 
     Args:
         parts: the parts that the checkpoint must have, as `check_parts` takes them.
@@ -101,7 +97,7 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
         if not found:
             names = f"{BEST}, {step_name(0).replace('0', 'N')} or {WEIGHTS}"
             raise InputError(f"{path}: holds no checkpoint, expected {names}")
-        return _load_first(found, parts, "to use it, name {good}").content
+        return load_checkpoint(found[0], parts)
     with reading(path, "a whole checkpoint file"):
         file = find_networks(path)
         if file.suffix == SAFETENSORS:
@@ -149,121 +145,51 @@ def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> No
     The fused optimiser does not check shapes itself, and would read and write beyond its memory.
 
     Raises:
-        InputError: it is of another number of parameters, or a tensor is missing, unknown, or of another shape or type.
+        InputError: it is of a parameter that there is not, or a tensor is missing, unknown, or of another shape or
+            type.
     """
-
-    def describe(tensors: Mapping[str, Tensor]) -> dict[str, tuple]:
-        return {name: (tuple(each.shape), each.dtype, each.layout) for name, each in tensors.items()}
-
-    groups = held["param_groups"]
-    numbers = groups[0].get("params") if len(groups) == 1 and isinstance(groups[0], dict) else None
-    if numbers != list(range(len(parameters))) or not held["state"].keys() <= set(numbers):
-        raise InputError(f"optimizer is not the state of {len(parameters)} parameters, as these networks have")
     for number, tensors in held["state"].items():
+        if not 0 <= number < len(parameters):
+            raise InputError(f"optimizer.state.{number} is of a parameter that these networks do not have")
         like = parameters[number]
-        expected = describe({"step": torch.zeros(()), "exp_avg": like, "exp_avg_sq": like})
-        if describe(tensors) != expected:
-            raise InputError(f"optimizer.state.{number} holds {describe(tensors)}, expected {expected}")
+        expected = {"step": torch.zeros(()), "exp_avg": like, "exp_avg_sq": like}
+        found, wanted = (
+            {name: (tuple(each.shape), each.dtype, each.layout) for name, each in state.items()}
+            for state in (tensors, expected)
+        )
+        if found != wanted:
+            raise InputError(f"optimizer.state.{number} holds {found}, expected {wanted}")
 
 
 def _read(path: Path) -> Any:
     """Return the content of a torch file without executing anything in it."""
-    start = _start_of_pickle(path)
-    if (protocol := start[1] if start.startswith(pickle.PROTO) else 0) not in _SAFE_PROTOCOLS:
-        raise InputError(
-            f"written with pickle protocol {protocol or '0 or 1'}, which torch does not load safely, expected "
-            f"{_SAFE_PROTOCOLS[0]}; if you trust the file, torch.save anew what "
-            "torch.load(FILE, 'cpu', weights_only=False) gives"
-        )
+    if zipfile.is_zipfile(path):  # files of torch before 1.6 are not
+        with zipfile.ZipFile(path) as archive:
+            if (damaged := archive.testzip()) is not None:  # torch does not compare checksums
+                raise zipfile.BadZipFile(f"{damaged} is damaged")
     try:
         with torch.serialization.safe_globals(safe_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL \S+", str(error))
-        what = f" ({found[0]})" if found else ""
-        raise InputError(f"holds more than plain tensors; loading it could execute code{what}") from None
-
-
-def _start_of_pickle(path: Path) -> bytes:
-    """Return the first bytes of the pickle in a torch file, after checking all parts of a zip archive.
-
-    Raises:
-        BadZipFile: the file is neither an archive nor one of torch before 1.6, or a part differs from what was written.
-    """
-    with open(path, "rb") as file:
-        start = file.read(32)
-    if _MAGIC.to_bytes(10, "little") in start or str(_MAGIC).encode() in start:
-        return start
-    with zipfile.ZipFile(path) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise zipfile.BadZipFile(f"{damaged} is damaged")
-        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if not pickles:
-            raise zipfile.BadZipFile("it is an archive without data.pkl")
-        return archive.read(pickles[0])[:2]
-
-
-def _load_first(paths: Sequence[Path], parts: Mapping[str, Any] | None, advice: str) -> Saved:
-    """Return the first of a run's checkpoints `paths`.
-
-    Raises:
-        InputError: it is damaged or a part is missing (names the next checkpoint that is good, with the `advice`).
-    """
-    problem, bad = None, []
-    for path in paths:
-        try:
-            saved = Saved(path, load_checkpoint(path, parts))
-        except InputError as error:
-            problem, bad = problem or error, [*bad, path.name]
-            continue
-        if problem is None:
-            return saved
-        good = f"the newest good checkpoint is {path.name}, of iteration {saved.content.get('step')}"
-        raise InputError(f"{problem}; {good}: {advice.format(good=path, bad=' and '.join(bad))}")
-    raise InputError(f"{problem}; {paths[0].parent} has no good checkpoint")
+        if (found := re.search(r"GLOBAL \S+|operand \d+", str(error))) is None:
+            raise
+        what = "holds more than plain tensors, or was written with a pickle protocol above 3"
+        raise InputError(f"{what}; loading it could execute code ({found[0]})") from None
 
 
 def load_newest(out: Path) -> Saved | None:
     """Return the newest checkpoint of the run in `out`, to resume from, or None if there is no checkpoint.
 
     Raises:
-        InputError: it is damaged or not the checkpoint of a run (names the newest one that is good).
+        InputError: it is damaged or not the checkpoint of a run (names the one before it, if any).
     """
-    found = checkpoints(out)
-    return _load_first(found, PARTS_OF_A_RUN, "to resume from it, remove {bad}") if found else None
-
-
-def check_best(newest: Saved) -> None:
-    """Check that the best checkpoint beside the newest one, if any, belongs to the same run.
-
-    A run that resumes may never replace its best checkpoint. The best checkpoint is saved before the numbered one of
-    its iteration, so that it can be ahead of the newest numbered one if the run was killed.
-
-    Raises:
-        InputError: the best checkpoint is damaged, its networks have other weights, or it is not the one that the
-            newest checkpoint records.
-    """
-    path = newest.path.with_name(BEST)
-    if path == newest.path or not path.exists():
-        return
-    without = "without it, the next validation's checkpoint becomes the best"
+    if not (found := checkpoints(out)):
+        return None
     try:
-        held, run = load_checkpoint(path, PARTS_OF_A_RUN), newest.content
+        return Saved(found[0], load_checkpoint(found[0], PARTS_OF_A_RUN))
     except InputError as error:
-        raise InputError(f"{error}; {without}") from None
-    other = f"{path}: belongs to another run than {newest.path.name}"
-    if _weight_shapes(held) != _weight_shapes(run):
-        raise InputError(f"{other}: it has other networks; {without}")
-    is_recorded = run.get("best_step") is None or (held["step"], held["best"]) == (run["best_step"], run["best"])
-    if held["step"] < run["step"] and not is_recorded:
-        found = f"it is of iteration {held['step']} and accuracy {held['best']:.4f}"
-        recorded = f"the best one of this run of iteration {run['best_step']} and accuracy {run['best']:.4f}"
-        raise InputError(f"{other}: {found}, {recorded}; {without}")
-
-
-def _weight_shapes(content: Mapping[str, Any]) -> dict[str, dict[str, torch.Size]]:
-    networks = content["networks"].items()
-    return {name: {key: value.shape for key, value in packed["weights"].items()} for name, packed in networks}
+        advice = f"; remove it to resume from {found[1].name}" if len(found) > 1 else ""
+        raise InputError(f"{error}{advice}") from None
 
 
 def remove_old(out: Path, keep: int) -> None:

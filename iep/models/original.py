@@ -7,13 +7,9 @@ left out. Most arguments are settings of this toolkit under another name. `check
 """
 
 import argparse
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 from iep.config import (
     CnnLstmConfig,
@@ -77,23 +73,10 @@ _NETWORKS = {
 }
 """By the original's name of a network or of a kind of baseline: the name here, the default settings, the names here of
 the original's arguments, and the sizes of the data that the constructor takes."""
-_NUMBER = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
-"""Codes of numpy's dtypes that are numbers."""
-
-
-class _Dtype:
-    """The code and byte order of a numpy dtype in the original's files."""
-
-    def __init__(self, code: object, *_: object):
-        self.code = code if isinstance(code, str) else ""
-
-    def __setstate__(self, state: object) -> None:
-        order = state[1] if isinstance(state, tuple) and len(state) > 1 else ""
-        self.code = f"{order}{self.code}" if isinstance(order, str) else ""
 
 
 class _Ignored:
-    """A placeholder for a numpy array in the original's files, of which nothing is kept."""
+    """A placeholder for numbers and arrays of numpy in the original's files, of which nothing is kept."""
 
     def __init__(self, *_: object):
         pass
@@ -102,24 +85,13 @@ class _Ignored:
         """Keep nothing."""
 
 
-def _number(dtype: object = None, content: object = b"") -> object:
-    """Return a numpy number as a Python number, or a placeholder if it is not a number."""
-    if isinstance(dtype, _Dtype) and _NUMBER.fullmatch(dtype.code) and isinstance(content, bytes):
-        values = np.frombuffer(content, dtype=dtype.code) if len(content) == int(dtype.code[-1]) else ()
-        return values[0].item() if len(values) else _Ignored()
-    return _Ignored()
-
-
 def safe_globals() -> list[Any]:
     """Return the globals that the original's files may use, for `torch.serialization.safe_globals`.
 
-    No numpy object is made, because numpy would trust the file's description of raw bytes. Numbers are read here, and
-    arrays, which only statistics hold, are ignored.
+    No numpy object is made, because numpy would trust the file's description of raw bytes. Only statistics hold any.
     """
-    inert = [(_Dtype, "numpy.dtype"), (_Ignored, "numpy.ndarray")]
-    for core in ("core", "_core"):
-        inert += [(_number, f"numpy.{core}.multiarray.scalar"), (_Ignored, f"numpy.{core}.multiarray._reconstruct")]
-    return [argparse.Namespace, *inert]
+    functions = [f"{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")]
+    return [argparse.Namespace, *((_Ignored, f"numpy.{name}") for name in ("dtype", "ndarray", *functions))]
 
 
 def is_original(content: object) -> bool:
@@ -141,8 +113,9 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the networks and the vocabulary of a checkpoint of the original, as checkpoints of this toolkit hold them.
 
     Raises:
-        InputError: there is no network, a part is missing or of another type, an option is unknown or has an invalid
-            value, or sizes do not fit the vocabulary.
+        InputError: there is no network, an option is unknown or has an invalid value, or sizes do not fit the
+            vocabulary.
+        Exception: a part is missing or of another type.
     """
     vocab = Vocab.from_json(content.get("vocab"), "vocab")
     networks = {}
@@ -150,12 +123,6 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
         options, weights = content.get(f"{part}_kwargs"), content.get(f"{part}_state")
         if options is None and weights is None:
             continue
-        for name, value in ((f"{part}_kwargs", options), (f"{part}_state", weights)):
-            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-                raise InputError(f"{name} is of type {type(value).__name__}, expected names and values")
-        for name, value in weights.items():
-            if not isinstance(value, Tensor):
-                raise InputError(f"{part}_state: {name} is of type {type(value).__name__}, expected Tensor")
         values, weights, source = dict(options), dict(weights), f"{part}_kwargs"
         kind = content.get("baseline_type") if part == "baseline" else part
         known = [each for each in _NETWORKS if (each in PARTS) == (part != "baseline")]
@@ -167,8 +134,7 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
             for option, expected in {**sizes, "null_token": NULL, "start_token": START, "end_token": END}.items():
                 if (value := values.pop(option, expected)) != expected:
                     raise InputError(f"{source}: {option} is {value!r}, expected {expected}, as in vocab")
-        else:
-            _check_vocab(values, source, vocab, ("program" if name == "engine" else "question", "answer"))
+        values.pop("vocab", None)  # the checkpoint's own
         settings, others = _settings(config, values, names, source)
         sizes = {
             "num_question_tokens": len(vocab.question),
@@ -227,16 +193,3 @@ def _settings(
         else:
             others = update(others, {ours: value}, f"{source}: {name}")
     return to_dict(config), others
-
-
-def _check_vocab(values: dict[str, Any], source: str, vocab: Vocab, kinds: Sequence[str]) -> None:
-    """Check that the network's own vocabulary, if any, is the checkpoint's in the kinds of tokens that it uses.
-
-    Raises:
-        InputError: the tokens differ.
-    """
-    own = values.pop("vocab", None)
-    held = vocab if own is None else Vocab.from_json(own, f"{source}: vocab")
-    for kind in kinds:
-        if getattr(held, kind) != getattr(vocab, kind):
-            raise InputError(f"{source}: vocab has other {kind} tokens than the checkpoint's own vocab")

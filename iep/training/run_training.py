@@ -57,7 +57,7 @@ from iep.models.build import (
     unpack,
     with_module_norm,
 )
-from iep.models.checkpoint import Saved, check_best, checkpoints, load_newest
+from iep.models.checkpoint import Saved, checkpoints, load_newest
 from iep.models.weights import WEIGHTS
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
@@ -184,11 +184,9 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
     check_freeze(config.model, config.freeze)
     task.check_starts(config)
     check_asynchronous(config)
-    if start is not None:
-        by_main(lambda: check_best(start))
-    elif checkpoints(out):
+    if start is None and checkpoints(out):
         raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
-    elif (out / WEIGHTS).exists():
+    if start is None and (out / WEIGHTS).exists():
         raise InputError(f"{out}: already holds networks ({WEIGHTS}), which a run would replace; choose another --out")
     families = listed(config.families)
     if start is not None and config.families == start.content["config"].get("families"):
