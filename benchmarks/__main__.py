@@ -44,7 +44,9 @@ def add(name: str, module: str, help: str, *options: Callable, group: click.Grou
         function = "asynchronous" if group is asynchronous else name.replace("-", "_")
         make = getattr(import_module(f"benchmarks.{module}"), function)
         if group is asynchronous:  # a round is an epoch of a seed
-            given |= {"name": name, "repeat": given["epochs"] * len(given["seeds"]), "max_seconds": float("inf")}
+            picture = given["out"] and given["out"] / f"{name}-timeline.png"
+            given |= {"name": name, "picture": picture, "max_seconds": float("inf")}
+            given["repeat"] = given["epochs"] * len(given["seeds"])
         run(ctx, make, **given)
 
     group.command(name, cls=bench.RecordedCommand, help=help)(command)
@@ -91,7 +93,7 @@ add(
 add(
     "tree-lstm",
     "networks",
-    "Measure a Tree-LSTM per instance, batched, and by hand (binary only), and the limit of the hardware. The binary "
+    "Measure a Tree-LSTM per instance, batched, and by hand (binary only). The binary "
     "Tree-LSTM classifies sentiment and uses vertex functions. The child-sum Tree-LSTM predicts relatedness and uses a "
     "lazy scope.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees or pairs per minibatch."),
@@ -102,7 +104,7 @@ add(
 add(
     "tree-fc",
     "networks",
-    "Measure Tree-FC on complete binary trees per instance, batched and by hand, and the limit of the hardware.",
+    "Measure Tree-FC on complete binary trees per instance, batched and by hand.",
     option("--leaves", type=CommaList(click.IntRange(2, 10**9)), default="32,64,128,256,512,1024", help="Per tree."),
     option("--batch-size", type=SIZE, default=16, help="Trees per minibatch."),
     network(1_000, 512),
@@ -110,7 +112,7 @@ add(
 add(
     "tagger",
     "networks",
-    "Measure a BiLSTM tagger per instance, batched and with packed nn.LSTM, and the limit of the hardware.",
+    "Measure a BiLSTM tagger per instance, batched and with packed nn.LSTM.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences per minibatch."),
     option("--characters/--no-characters", default=False, help="Read rare words letter by letter."),
     option("--data", type=PATH, help="File of WikiNER with words as word|POS|tag.  [default: generate sentences]"),
@@ -128,7 +130,7 @@ add(
 add(
     "moe",
     "experts",
-    "Measure a layer of experts token by token, batched and by hand, and the limit of the hardware.",
+    "Measure a layer of experts token by token, batched and by hand.",
     option("--experts", type=SIZES, default="1,10,100,1000", help="Comma-separated list of numbers of experts."),
     option("--tokens", type=SIZES, default="1,10,100,1000,10000", help="Tokens per minibatch."),
     option("--k", type=SIZE, default=1, help="Experts per token."),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from iep.asynchronous.drivers import Record, run_threads, run_virtual
 from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
 from iep.bench.compare import Benchmark, Case, Competitor, Fact
 from iep.errors import InputError
+from iep.runtime.pictures import save
 
 CALIBRATION, SHOWN = 100, 4
 """The instances whose tasks give the costs of simulated workers, and those of synchronous training in the picture."""
@@ -237,11 +239,12 @@ class Training:
         return driver_of
 
 
-def asynchronous(name: str, **options: Any) -> Benchmark:
+def asynchronous(name: str, picture: Path | None, **options: Any) -> Benchmark:
     """Return the comparison of all ways to train on threads, and on every simulated number of workers.
 
     Args:
         name: one of `EXPERIMENTS`, or `engine`.
+        picture: file for the timeline of the smallest simulated number of workers; None for no picture.
         options: the fields of `Settings`; the settings of the network, such as its width, or the arguments of
             `engine_experiment`.
 
@@ -257,7 +260,7 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
     else:
         experiment = EXPERIMENTS[name]
     training = Training(experiment, given, options)
-    ways, pictures = training.ways(), {}
+    ways = training.ways()
 
     def cases() -> Iterator[Case]:
         for clock, count in [("threads", given.workers), *(("simulated", each) for each in sorted(given.simulate))]:
@@ -270,10 +273,10 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
                 rows.append(Competitor(way.name, measure, facts=partial(training.facts, curves)))
             facts = {"instances": len(instances), "steps": fmean(len(instance.steps) for instance in instances)}
             yield Case({"clock": clock, "workers": count}, 1, rows, ways[0].name, facts, warm_up=False)
-            if clock == "simulated":
-                pictures.setdefault("timeline", partial(draw_timeline, training, instances, driver_of))
+            if picture is not None and (clock, count) == ("simulated", min(given.simulate)):
+                save(draw_timeline(training, instances, driver_of), picture)
 
-    return Benchmark(f"{name}: {shown}", cases(), "workers", "instance", pictures=pictures)
+    return Benchmark(f"{name}: {shown}", cases(), "instance")
 
 
 def op_names(model: nn.Module) -> list[str]:

@@ -32,11 +32,10 @@ def test_every_way_to_train_has_its_row_on_threads_and_simulated(weights: str, t
         assert (synchronous["updates per epoch"], flushed["updates per epoch"]) == (5 * 4, 2 * 4)  # instances, ops
         assert synchronous["updates"] == {"Embedding": 5, "Linear": 5, "Cell 2": 5, "Cell 3": 5}
         assert 0 < asynchronous["mean staleness"] <= asynchronous["greatest staleness"]
-    endings = (".json", ".txt", ".png", "-timeline.png")
+    endings = (".json", ".txt", "-timeline.png")
     assert {path.name for path in tmp_path.iterdir()} == {f"list-reduction{each}" for each in endings}
-    for path in tmp_path.glob("*.png"):
-        with Image.open(path) as picture:
-            assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
+    with Image.open(tmp_path / "list-reduction-timeline.png") as picture:
+        assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
 
 
 @pytest.mark.parametrize("experiment", ["tree-lstm", "deduction", "molecules"])
