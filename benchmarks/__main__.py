@@ -44,9 +44,7 @@ def add(name: str, module: str, help: str, *options: Callable, group: click.Grou
         function = "asynchronous" if group is asynchronous else name.replace("-", "_")
         make = getattr(import_module(f"benchmarks.{module}"), function)
         if group is asynchronous:  # a round is an epoch of a seed
-            picture = given["out"] and given["out"] / f"{name}-timeline.png"
-            given |= {"name": name, "picture": picture, "max_seconds": float("inf")}
-            given["repeat"] = given["epochs"] * len(given["seeds"])
+            given |= {"name": name, "repeat": given["epochs"] * len(given["seeds"]), "max_seconds": float("inf")}
         run(ctx, make, **given)
 
     group.command(name, cls=bench.RecordedCommand, help=help)(command)
@@ -165,7 +163,6 @@ def add_trained(name: str, help: str, size: int, samples: int, *options: Callabl
             default="current",
             help="Weights of a backward pass: the current ones, or those of its forward pass.",
         ),
-        option("--replicas", type=CommaList(click.STRING), metavar="OP=N[,OP=N...]", help="Ops that N workers hold."),
         option("--instance-size", type=SIZE, default=size, help="Samples per instance."),
         option("--samples", type=SIZE, default=samples, help="Samples for training."),
         option("--val-samples", type=SIZE, default=1_000, help="Unseen samples for the score."),

@@ -7,7 +7,7 @@ are done, and a backward task when the backward tasks of all its readers are don
 The task of the oldest instance in flight that comes next in the order of its plan is always ready or running, so that
 no order of the workers can deadlock.
 
-`drivers.py` runs the tasks, on threads or under a virtual clock; `trainer.py` says what a task computes.
+`drivers.py` runs the tasks; `trainer.py` says what a task computes.
 """
 
 from collections.abc import Sequence
@@ -87,19 +87,10 @@ class Conductor:
         return oldest > self.last_needed
 
     def admit(self, steps: Sequence[PlanStep]) -> list[WorkerTask]:
-        """Admit an instance, whose number is `num_admitted`, and return its tasks that are ready at once.
-
-        Raises:
-            ValueError: a step reads one that is not earlier, or no step reads a call.
-        """
-        number, instance = self.num_admitted, _InFlight(steps)
-        for call, step in enumerate(steps):
-            if any(not 0 <= read < call for read in step.reads):
-                raise ValueError(f"instance {number}: step {call} reads {step.reads}, expected earlier steps")
-            if call < len(steps) - 1 and not instance.readers[call]:
-                raise ValueError(f"instance {number}: no step reads step {call}, expected that the loss does")
+        """Admit an instance, whose number is `num_admitted`, and return its tasks that are ready at once."""
         assert self.can_admit
-        self.in_flight[number] = instance
+        number = self.num_admitted
+        self.in_flight[number] = _InFlight(steps)
         self.num_admitted += 1
         first = [WorkerTask(number, call, False) for call, step in enumerate(steps[:-1]) if not step.reads]
         return first or [WorkerTask(number, len(steps) - 1, True)]
@@ -130,13 +121,6 @@ class Conductor:
     def step(self, task: WorkerTask) -> PlanStep:
         """Return the step of a task of an instance in flight."""
         return self.in_flight[task.instance].steps[task.call]
-
-    def awaited(self, task: WorkerTask) -> list[WorkerTask]:
-        """Return the tasks that a task of an instance in flight waited for."""
-        instance = self.in_flight[task.instance]
-        if task.is_backward and task.call < len(instance.steps) - 1:
-            return [WorkerTask(task.instance, call, True) for call in instance.readers[task.call]]
-        return [WorkerTask(task.instance, call, False) for call in instance.steps[task.call].reads]
 
 
 def priority(task: WorkerTask) -> tuple[bool, int, int]:
