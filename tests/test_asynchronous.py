@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from benchmarks.virtual_clock import run_virtual
-from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask, staleness_bound
+from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask
 from iep.asynchronous.drivers import Record, run_threads
 from iep.asynchronous.processes import Peers
 from iep.asynchronous.trainer import AsynchronousTrainer, Instance, Run
@@ -30,6 +30,11 @@ from iep.batching.schedulers import SCHEDULERS, make_schedule
 
 CPU = torch.device("cpu")
 WEIGHTS = st.sampled_from(["current", "forward"])
+
+
+def staleness_bound(keys: int, calls: int, frequency: int) -> int:
+    """Return the bound of docs/asynchronous.md for an op with at most `calls` calls in an instance."""
+    return -(-((2 * keys - 1) * calls - 1) // frequency)
 
 
 def random_steps(random: Random, workers: int, ops: int = 4) -> list[PlanStep]:

@@ -59,8 +59,9 @@ class Conductor:
 
     Instances are numbered from 0 in the order of admission. Instance n is admitted only if n < oldest + K, where oldest
     is the number of the oldest instance in flight and K is `max_active_keys`. At most K instances are therefore in
-    flight, and a slow instance delays those that follow instead of seeing ever more updates (see `staleness_bound`).
-    With `flush_every`, an instance whose number is a multiple of it is admitted only when nothing is in flight.
+    flight, and a slow instance delays those that follow instead of seeing ever more updates, whose number
+    docs/asynchronous.md bounds. With `flush_every`, an instance whose number is a multiple of it is admitted only when
+    nothing is in flight.
 
     Raises:
         ValueError: `max_active_keys` or `flush_every` is less than 1.
@@ -129,19 +130,3 @@ def priority(task: WorkerTask) -> tuple[bool, int, int]:
     The order of a backward pass is the reverse of that of the plan.
     """
     return not task.is_backward, task.instance, -task.call if task.is_backward else task.call
-
-
-def staleness_bound(max_active_keys: int, calls: int, min_update_frequency: int) -> int:
-    """Return the greatest possible number of updates of an op between a call's forward and its backward pass.
-
-    With K = `max_active_keys`, c = `calls`, the greatest number of calls of the op in an instance, and f =
-    `min_update_frequency`, the bound is ((2K - 1) c - 1) / f, rounded up. Proof for a call of instance n: during its
-    forward pass, the oldest instance in flight is m > n - K, because n was admitted. The instances before m are done
-    and have no more backward passes. Until its backward pass, n is in flight, so that only instances before n + K are
-    admitted. The backward passes of the op in between therefore belong to the 2K - 1 instances n - K + 1 to n + K - 1
-    and are at most b = (2K - 1) c - 1, because the call itself is not among them. An update needs the gradients of f
-    calls, of which at most f - 1 are there at the beginning. There are thus at most (b + f - 1) / f updates, rounded
-    down, which is b / f, rounded up. Updates while nothing is in flight do not count, because no call is between its
-    passes then.
-    """
-    return -(-((2 * max_active_keys - 1) * calls - 1) // min_update_frequency)

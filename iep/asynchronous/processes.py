@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from torch import Tensor
 
 from iep.asynchronous.conductor import Conductor, PlanStep, WorkerTask
 from iep.asynchronous.drivers import Note, Threads
-
-if TYPE_CHECKING:
-    from iep.asynchronous.trainer import AsynchronousTrainer
 
 TIMEOUT_SECONDS = 600.0
 """The time without a message after which another process is taken for lost; the longest task takes less."""
@@ -123,7 +120,7 @@ class Peers:
 
     def drive(
         self,
-        trainer: "AsynchronousTrainer",
+        trainer: Any,
         conductor: Conductor,
         instances: Iterable[Any],
         note: Note,
@@ -132,6 +129,7 @@ class Peers:
         """Run the tasks of this process's worker until all instances are done in all processes.
 
         Args:
+            trainer: the `AsynchronousTrainer` of this process, which computes.
             finish: called when nothing is in flight. Its results of all processes are returned, by rank.
 
         Raises:
@@ -152,7 +150,7 @@ class Peers:
 class _Process(Threads):
     """The worker of this process during one run, with two more threads for each other process."""
 
-    def __init__(self, peers: Peers, trainer: "AsynchronousTrainer", conductor: Conductor, note: Note):
+    def __init__(self, peers: Peers, trainer: Any, conductor: Conductor, note: Note):
         super().__init__(LocalConductor(conductor, peers.rank, peers.size), [peers.rank], trainer.compute, note)
         self.peers, self.trainer = peers, trainer
         self.early: dict[int, list[tuple[Message, list]]] = defaultdict(list)
