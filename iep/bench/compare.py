@@ -40,13 +40,11 @@ class Competitor:
 
     Attributes:
         measure: run one round, and return the seconds that each part took for a minibatch (the mean over several).
-        total: the parts that add up to the whole; None for all of them.
         facts: return values that are counted rather than timed, such as calls; called once, after the last round.
     """
 
     name: str
     measure: Callable[[], Mapping[str, float]]
-    total: tuple[str, ...] | None = None
     facts: Callable[[], Mapping[str, Fact]] = dict
 
 
@@ -126,23 +124,19 @@ def compare(case: Case, repeat: int, max_seconds: float) -> list[Row]:
         if not running:
             break
     gc.unfreeze()
-    rows = [_row(each, case, rounds[each.name], left_out.get(each.name)) for each in case.competitors]
+    rows = []
+    for each in case.competitors:
+        row: Row = {"name": each.name, "facts": {}, "left_out": left_out.get(each.name), "seconds": {}, "speedup": None}
+        if each.name not in left_out:
+            parts = {part: spread([times[part] for times in rounds[each.name]]) for part in rounds[each.name][0]}
+            total = spread([sum(times.values()) for times in rounds[each.name]])
+            row |= {"facts": each.facts(), "seconds": {**parts, TOTAL: total}}
+        rows.append(row)
     medians = {row["name"]: row["seconds"][TOTAL]["median"] for row in rows if row["seconds"]}
     for row in rows:
-        is_known = {case.baseline, row["name"]} <= medians.keys()
-        row["speedup"] = medians[case.baseline] / medians[row["name"]] if is_known else None
+        if {case.baseline, row["name"]} <= medians.keys():
+            row["speedup"] = medians[case.baseline] / medians[row["name"]]
     return rows
-
-
-def _row(competitor: Competitor, case: Case, rounds: Sequence[Mapping[str, float]], left_out: str | None) -> Row:
-    row: Row = {"name": competitor.name, "facts": {}, "left_out": left_out, "seconds": {}, "samples_per_second": None}
-    if left_out is None:
-        total = spread([sum(times[part] for part in competitor.total or times) for times in rounds])
-        parts = {part: spread([times[part] for times in rounds]) for part in rounds[0]}
-        ends = {"median": "median", "lower": "upper", "upper": "lower"}
-        row |= {"facts": competitor.facts(), "seconds": {**parts, TOTAL: total}}
-        row["samples_per_second"] = {speed: case.size / total[time] for speed, time in ends.items()}
-    return row
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -154,7 +148,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def run_benchmark(
     benchmark: Benchmark, repeat: int, max_seconds: float, command: str, name: str = "", out: Path | None = None
-) -> list[tuple[Case, list[Row]]]:
+) -> None:
     """Measure every case, print its table, and write `NAME.txt` and `NAME.json` to `out`, if given.
 
     The files are rewritten after every comparison, so that an interruption loses only the comparison that it
@@ -167,23 +161,20 @@ def run_benchmark(
     if out is not None:
         check_writable(files)
     head = {"command": command, "machine": machine_line(benchmark.device), "description": benchmark.description}
-    texts, compared = ["\n".join([f"$ {command}", head["machine"], benchmark.description])], []
+    effort = {"repeat": repeat, "max_seconds": max_seconds}
+    texts, comparisons = ["\n".join([f"$ {command}", head["machine"], benchmark.description])], []
     print(texts[0], flush=True)
     for case in benchmark.cases:
-        compared.append((case, compare(case, repeat, max_seconds)))
-        texts.append(table(*compared[-1], benchmark.unit))
+        rows = compare(case, repeat, max_seconds)
+        texts.append(table(case, rows, benchmark.unit))
         print(f"\n{texts[-1]}", flush=True)
+        about = {**case.setting, **case.facts, "size": case.size, "baseline": case.baseline}
+        comparisons.append({**about, "rows": rows})
         if out is not None:
-            found = [
-                {**case.setting, **case.facts, "size": case.size, "baseline": case.baseline, "rows": rows}
-                for case, rows in compared
-            ]
-            effort = {"repeat": repeat, "max_seconds": max_seconds}
-            write_json(data, {**head, "effort": effort, "comparisons": found}, indent=2)
+            write_json(data, {**head, "effort": effort, "comparisons": comparisons}, indent=2)
             write_bytes(text, ("\n\n".join(texts) + "\n").encode())
     if out is not None:
         print(f"\nWrote {', '.join(map(str, files))}")
-    return compared
 
 
 def machine_line(device: torch.device) -> str:
@@ -202,7 +193,7 @@ def table(case: Case, rows: Sequence[Row], unit: str) -> str:
     """Return a title, a table with a line for each row, and a line for each competitor that was left out."""
     rounds = max((row["seconds"][TOTAL]["repeats"] for row in rows if row["seconds"]), default=0)
     title = f"{_described({**case.setting, **case.facts})}; milliseconds for {case.size} {unit}{'s' * (case.size > 1)}"
-    lines = [_cells(row, unit) for row in rows]
+    lines = [_cells(row, case.size, unit) for row in rows]
     headings = list(dict.fromkeys(heading for line in lines for heading in line))
     columns = ([heading, *(line.get(heading, "-") for line in lines)] for heading in headings)
     aligned = align_rows([*zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)])
@@ -210,13 +201,13 @@ def table(case: Case, rows: Sequence[Row], unit: str) -> str:
     return "\n".join([f"{title}, median of up to {rounds} rounds", aligned, *notes])
 
 
-def _cells(row: Row, unit: str) -> dict[str, str]:
+def _cells(row: Row, size: int, unit: str) -> dict[str, str]:
     facts = {name: short(fact) for name, fact in row["facts"].items() if not isinstance(fact, dict | list)}
     parts = {part: short(1000 * taken["median"]) for part, taken in row["seconds"].items() if part != TOTAL}
     cells = {"strategy": row["name"], **facts, **parts}
-    if speed := row["samples_per_second"]:
-        cells[f"{unit}s/s"] = short(speed["median"])
-        cells["quartiles"] = f"{short(speed['lower'])}-{short(speed['upper'])}"
+    if total := row["seconds"].get(TOTAL):
+        cells[f"{unit}s/s"] = short(size / total["median"])
+        cells["quartiles"] = f"{short(size / total['upper'])}-{short(size / total['lower'])}"
         cells["speed-up"] = short(row["speedup"] and f"{row['speedup']:.2f}x")
     return cells
 
