@@ -91,7 +91,7 @@ add(
 add(
     "tree-lstm",
     "networks",
-    "Measure a Tree-LSTM per instance, batched, and by hand (binary only), and the limit of the hardware. The binary "
+    "Measure a Tree-LSTM per instance, batched, and by hand (binary only). The binary "
     "Tree-LSTM classifies sentiment and uses vertex functions. The child-sum Tree-LSTM predicts relatedness and uses a "
     "lazy scope.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees or pairs per minibatch."),
@@ -102,7 +102,7 @@ add(
 add(
     "tree-fc",
     "networks",
-    "Measure Tree-FC on complete binary trees per instance, batched and by hand, and the limit of the hardware.",
+    "Measure Tree-FC on complete binary trees per instance, batched and by hand.",
     option("--leaves", type=CommaList(click.IntRange(2, 10**9)), default="32,64,128,256,512,1024", help="Per tree."),
     option("--batch-size", type=SIZE, default=16, help="Trees per minibatch."),
     network(1_000, 512),
@@ -110,7 +110,7 @@ add(
 add(
     "tagger",
     "networks",
-    "Measure a BiLSTM tagger per instance, batched and with packed nn.LSTM, and the limit of the hardware.",
+    "Measure a BiLSTM tagger per instance, batched and with packed nn.LSTM.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences per minibatch."),
     option("--characters/--no-characters", default=False, help="Read rare words letter by letter."),
     option("--data", type=PATH, help="File of WikiNER with words as word|POS|tag.  [default: generate sentences]"),
@@ -128,7 +128,7 @@ add(
 add(
     "moe",
     "experts",
-    "Measure a layer of experts token by token, batched and by hand, and the limit of the hardware.",
+    "Measure a layer of experts token by token, batched and by hand.",
     option("--experts", type=SIZES, default="1,10,100,1000", help="Comma-separated list of numbers of experts."),
     option("--tokens", type=SIZES, default="1,10,100,1000,10000", help="Tokens per minibatch."),
     option("--k", type=SIZE, default=1, help="Experts per token."),
@@ -163,7 +163,6 @@ def add_trained(name: str, help: str, size: int, samples: int, *options: Callabl
             default="current",
             help="Weights of a backward pass: the current ones, or those of its forward pass.",
         ),
-        option("--replicas", type=CommaList(click.STRING), metavar="OP=N[,OP=N...]", help="Ops that N workers hold."),
         option("--instance-size", type=SIZE, default=size, help="Samples per instance."),
         option("--samples", type=SIZE, default=samples, help="Samples for training."),
         option("--val-samples", type=SIZE, default=1_000, help="Unseen samples for the score."),

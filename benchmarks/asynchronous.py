@@ -9,7 +9,7 @@ Simulated workers have the costs that were measured in one thread, and compute r
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean, median
@@ -17,19 +17,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 from benchmarks.graphs import Deducer, PolarityRegressor, deductions, molecules
 from benchmarks.message_networks import ListReducer, SentimentTreeLSTM, list_reductions, sentiment_trees
+from benchmarks.virtual_clock import message_bytes, run_virtual
 from iep.asynchronous.conductor import PlanStep, WorkerTask
-from iep.asynchronous.drivers import Record, run_threads, run_virtual
+from iep.asynchronous.drivers import Record, run_threads
 from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
 from iep.bench.compare import Benchmark, Case, Competitor, Fact
-from iep.errors import InputError
 
-CALIBRATION, SHOWN = 100, 4
-"""The instances whose tasks give the costs of simulated workers, and those of synchronous training in the picture."""
+CALIBRATION = 100
+"""The number of instances whose tasks give the costs of simulated workers."""
 Samples = Callable[[int, np.random.Generator], list]
 """A number and a generator of random numbers -> that many samples."""
 DriverOf = Callable[[AsynchronousTrainer], Driver]
@@ -82,7 +81,6 @@ class Settings:
     max_active_keys: Sequence[int]
     min_update_frequency: Sequence[int]
     backward_weights: str
-    replicas: Sequence[str] | None
     instance_size: int
     samples: int
     val_samples: int
@@ -104,7 +102,6 @@ class Training:
         self.unseen = (experiment.unseen or experiment.samples)(given.val_samples, rng)
         self.minibatches = [known[n : n + given.instance_size] for n in range(0, len(known), given.instance_size)]
         self.names = op_names(self.model(given.seeds[0]))
-        self.replicas = replicas_of(given.replicas or (), self.names)
 
     def model(self, seed: int) -> nn.Module:
         """Return a new network, which is always the same for a seed."""
@@ -121,30 +118,27 @@ class Training:
         return ways + [Way(name.format(number, each or "auto"), number, each) for number, each in found]
 
     def instances(self, workers: int) -> list[Instance]:
-        """Return an instance for each minibatch, with its plan for the workers, among which replicas are dealt."""
-        model, instances = self.model(self.given.seeds[0]), []
+        """Return an instance for each minibatch, with its plan for the workers."""
+        model = self.model(self.given.seeds[0])
         placement = model.placement(workers)
-        for number, minibatch in enumerate(self.minibatches):
-            dealt = {op: (placement.ops[op] + number % min(n, workers)) % workers for op, n in self.replicas.items()}
-            plan = model.plan(minibatch, replace(placement, ops={**placement.ops, **dealt}))
-            instances.append(Instance(plan, model.inputs(minibatch), model.loss(minibatch)))
-        return instances
+        return [
+            Instance(model.plan(minibatch, placement), model.inputs(minibatch), model.loss(minibatch))
+            for minibatch in self.minibatches
+        ]
 
     def trainer(self, model: nn.Module, instances: Sequence[Instance], way: Way) -> AsynchronousTrainer:
         """Return a trainer of a network."""
         calls = Counter(step.op for instance in instances for step in instance.steps)
         # By default, each op has as many updates as in synchronous training.
         frequency = {op: way.frequency or max(1, round(n / len(instances))) for op, n in calls.items()}
-        workers = instances[0].plan.num_devices
         return AsynchronousTrainer(
             {op: module for op, module in enumerate(model.ops) if op in calls},
             partial(torch.optim.Adam, lr=self.given.learning_rate),
-            workers,
+            instances[0].plan.num_devices,
             way.keys,
             None if way.flush_every else frequency,
             way.flush_every,
             self.given.backward_weights,
-            {op: min(number, workers) for op, number in self.replicas.items() if op in calls},
         )
 
     def rounds(self, way: Way, instances: Sequence[Instance], driver_of: DriverOf, curves: list) -> Iterator[dict]:
@@ -214,23 +208,22 @@ class Training:
         of_updates = {op: median(seconds) for op, seconds in updates.items()}
 
         def driver_of(trainer: AsynchronousTrainer) -> Driver:
-            versions: dict[tuple[int, int], int] = defaultdict(int)  # of each op on each worker after its last task
+            versions: dict[int, int] = defaultdict(int)  # of each op after its last task
             used: dict[tuple[int, int], int] = {}  # in the forward pass of each call in flight
 
             def cost(step: PlanStep, task: WorkerTask) -> float:
                 seconds, op, call = of_tasks[step.op, task.is_backward], step.op, (task.instance, task.call)
                 if op in of_updates:
-                    replica = op, step.worker
-                    before, versions[replica] = versions[replica], trainer.replica(*replica).version
+                    before, versions[op] = versions[op], trainer.ops[op].version
                     if not task.is_backward:
-                        used[call] = versions[replica]
+                        used[call] = versions[op]
                     elif used.pop(call) < before and trainer.backward_weights == "current":
                         seconds += of_tasks[op, False]
-                    seconds += of_updates[op] * (versions[replica] - before)
+                    seconds += of_updates[op] * (versions[op] - before)
                 return seconds
 
             def delay(task: WorkerTask) -> float:
-                return 1e-6 * self.given.latency + 1e-9 / self.given.bandwidth * trainer.message_bytes(task)
+                return 1e-6 * self.given.latency + 1e-9 / self.given.bandwidth * message_bytes(trainer, task)
 
             return partial(run_virtual, cost=cost, delay=delay)
 
@@ -246,7 +239,7 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
             `engine_experiment`.
 
     Raises:
-        InputError: `replicas` is invalid, or the data of an engine are missing or damaged.
+        InputError: the data of an engine are missing or damaged.
     """
     given = Settings(**{field: options.pop(field) for field in Settings.__annotations__})
     shown = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in {**options, **vars(given)}.items() if value)
@@ -257,7 +250,7 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
     else:
         experiment = EXPERIMENTS[name]
     training = Training(experiment, given, options)
-    ways, pictures = training.ways(), {}
+    ways = training.ways()
 
     def cases() -> Iterator[Case]:
         for clock, count in [("threads", given.workers), *(("simulated", each) for each in sorted(given.simulate))]:
@@ -270,10 +263,8 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
                 rows.append(Competitor(way.name, measure, facts=partial(training.facts, curves)))
             facts = {"instances": len(instances), "steps": fmean(len(instance.steps) for instance in instances)}
             yield Case({"clock": clock, "workers": count}, 1, rows, ways[0].name, facts, warm_up=False)
-            if clock == "simulated":
-                pictures.setdefault("timeline", partial(draw_timeline, training, instances, driver_of))
 
-    return Benchmark(f"{name}: {shown}", cases(), "workers", "instance", pictures=pictures)
+    return Benchmark(f"{name}: {shown}", cases(), "instance")
 
 
 def op_names(model: nn.Module) -> list[str]:
@@ -281,51 +272,3 @@ def op_names(model: nn.Module) -> list[str]:
     types = [type(module).__name__ for module in model.ops]
     numbered = [name if types.count(name) == 1 else f"{name} {op}" for op, name in enumerate(types)]
     return getattr(model, "op_names", numbered)
-
-
-def replicas_of(texts: Sequence[str], names: Sequence[str]) -> dict[int, int]:
-    """Return the number of replicas of each op, given as `NAME=N`.
-
-    Raises:
-        InputError: a name is unknown, or a number is not an integer from 2 on.
-    """
-    found = {}
-    for text in texts:
-        name, _, number = text.rpartition("=")
-        if name not in names or not number.isdecimal() or int(number) < 2:
-            known = ", ".join(filter(None, names))
-            raise InputError(f"replicas: {text!r}, expected NAME=N with N of 2 or more and one of {known}")
-        found[names.index(name)] = int(number)
-    return found
-
-
-def draw_timeline(training: Training, instances: Sequence[Instance], driver_of: DriverOf) -> Figure:
-    """Draw which worker runs a task of which instance in each way to train (AMPNet, figure 1).
-
-    The window has the length of `SHOWN` instances of synchronous training. It lies around the first task of an instance
-    that follows a flush. Of several settings, the largest number of keys and the first frequency are shown.
-    """
-    keys = max(training.given.max_active_keys)
-    ways = {way.flush_every: way for way in reversed(training.ways()) if way.keys == keys or way.flush_every == 1}
-    ways = [ways[each] for each in dict.fromkeys((1, keys, None))]
-    workers, seed, keys = instances[0].plan.num_devices, training.given.seeds[0], min(keys, CALIBRATION)
-    order = np.resize(np.random.default_rng(seed).permutation(len(instances)), 3 * keys + SHOWN)
-    figure = Figure(figsize=(12, len(ways) * (0.8 + 0.35 * workers)), layout="constrained")
-    length = 0.0
-    for axis, way in zip(figure.subplots(len(ways), 1, squeeze=False)[:, 0], ways, strict=True):
-        trainer = training.trainer(training.model(seed), instances, way)
-        records: list[Record] = []
-        trainer.run([instances[each] for each in order], driver_of(trainer), records.append)
-        length = length or SHOWN * max(record.end for record in records) / len(order)  # the first way is synchronous
-        start = min(record.start for record in records if record.task.instance == 2 * keys) - length / 2
-        for record in (each for each in records if start < each.end and each.start < start + length):
-            left, width = 1000 * (record.start - start), 1000 * (record.end - record.start)
-            colour = ("#9ecae1", "#fdae6b")[record.task.is_backward]
-            axis.barh(record.worker, width, 0.9, left, color=colour, edgecolor="white", linewidth=0.3)
-            if width > 1000 * length / 80:
-                number = str(record.task.instance)
-                axis.text(left + width / 2, record.worker, number, ha="center", va="center", size=7, clip_on=True)
-        axis.set(title=way.name, ylabel="worker", yticks=range(workers))
-        axis.set(xlim=(0, 1000 * length), ylim=(workers - 0.5, -0.5))
-    axis.set_xlabel("simulated milliseconds: forward passes (blue), and backward passes with their updates (orange)")
-    return figure

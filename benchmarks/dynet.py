@@ -58,7 +58,7 @@ def dynet(network: str, batch_sizes: Sequence[int]) -> Benchmark:
     losses = {each: way.compute(way.construct(samples[:2]), True) for each, way in ways.items()}
     assert np.allclose([*losses.values()], losses["DyNet"], rtol=1e-3), losses
     cases = network_cases(made._replace(ways=ways), minibatches_of(samples, batch_sizes), PHASES)
-    return Benchmark(f"{network}, width {WIDTH}, {WORDS} words", cases, "batch", "sample")
+    return Benchmark(f"{network}, width {WIDTH}, {WORDS} words", cases, "sample")
 
 
 def affine(parameters, *xs):

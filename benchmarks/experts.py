@@ -1,9 +1,7 @@
 """Compare ways to run a layer of experts: token by token, batched, and by hand (Suarez & Zhu 2017, figure 3).
 
 All experts that a minibatch calls are known at once, so that batching them is the degenerate case of a topological sort
-(Suarez & Zhu, section 3.2). Experts are drawn uniformly; there is no gating network. The limit is the longer of two
-times: the time to read the weights of the experts that have a token (in training twice, for the outputs and for the
-inputs' gradients, besides writing gradients of the same size), and the time of the operations of all products.
+(Suarez & Zhu, section 3.2). Experts are drawn uniformly; there is no gating network.
 
 Shapes: T tokens, K experts each, R = T K rows sorted by expert, I inputs, H hidden, O outputs, E experts.
 """
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.limit import arithmetic_limit
 from iep.bench.compare import Benchmark, Case, Competitor, seconds
 from iep.errors import InputError
 from iep.runtime.devices import resolve_device
@@ -105,7 +102,7 @@ def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case
 
     A round is a forward pass and, in training, a backward pass.
     """
-    device, (experts, inputs, hidden) = layer.hidden_weights.device, layer.hidden_weights.shape
+    device, (experts, inputs, _) = layer.hidden_weights.device, layer.hidden_weights.shape
     outputs = layer.output_weights.shape[2]
     training, generator = phase == "train", torch.Generator().manual_seed(seed)
     experts_TK = uniform_experts(tokens, experts, k, seed).to(device)
@@ -129,11 +126,9 @@ def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case
 
         return Competitor(name, measure)
 
-    active, numbers = experts_TK.unique().numel(), hidden * (inputs + outputs) * (3 if training else 1)
-    limit = arithmetic_limit(2 * tokens * k * numbers, 4 * active * numbers, device)
-    competitors = [*(competitor(*way) for way in ways_to_run(layer).items()), limit]
+    competitors = [competitor(*way) for way in ways_to_run(layer).items()]
     setting = {"phase": phase, "experts": experts, "tokens": tokens}
-    return Case(setting, tokens, competitors, ONE_BY_ONE, {"active": active})
+    return Case(setting, tokens, competitors, ONE_BY_ONE, {"active": experts_TK.unique().numel()})
 
 
 def moe(
@@ -162,4 +157,4 @@ def moe(
 
     sizes = "-".join(map(str, width))
     description = f"experts {sizes}, k {k}, drawn uniformly with seed {seed}, float32, without gating"
-    return Benchmark(description, cases(), "tokens", "token", on)
+    return Benchmark(description, cases(), "token", on)

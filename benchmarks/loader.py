@@ -83,7 +83,7 @@ def loader(
                 ready = [competitor(found, *way, number, in_memory) for way in product(sources, orders)]
                 yield Case({"workers": number}, batch_size, ready, warm_up=False)
 
-    return Benchmark(f"{description}; {batch_size} questions a batch", cases(), "workers", "question")
+    return Benchmark(f"{description}; {batch_size} questions a batch", cases(), "question")
 
 
 def order_rows(image_idxs: np.ndarray, order: str, seed: Sequence[int]) -> np.ndarray:

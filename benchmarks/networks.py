@@ -1,8 +1,7 @@
 """Compare ways to run networks whose structure depends on the sample: Tree-LSTM, Tree-FC and a tagger.
 
 A minibatch runs one sample after the other, batched under a strategy, or batched by hand in plain PyTorch with the same
-weights. The limit is the time of the operations of all matrix products at the speed of the fastest product of this
-machine.
+weights.
 
 Shapes: B samples, L leaves of all trees, G vertices of a level, P words of packed sentences, H width.
 """
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.limit import arithmetic_limit
 from benchmarks.tagger import Sentence, Tagger, read_wikiner, wikiner_like
 from benchmarks.tree_networks import BinaryTreeLSTM, ChildSumTreeLSTM, TreeFC, lstm_state
 from benchmarks.trees import Tree, TreePair, complete_trees, read_sick, read_sst, sick_like, sst_like
@@ -57,12 +54,10 @@ class Network(NamedTuple):
 
     Attributes:
         model: the module that has the parameters of the way by hand.
-        one: a sample -> its results; used to count the operations of its matrix products.
         cells: a sample -> the number of cells that run for it.
     """
 
     model: nn.Module
-    one: Callable[[Any], Tensor]
     cells: Callable[[Any], int]
     ways: dict[str, Way]
 
@@ -136,10 +131,6 @@ def network_cases(network: Network, sized: Sized, phases: Sequence[str]) -> Iter
     """Yield a case for each phase and for the minibatches of each size."""
     for size, minibatches in sized:
         cells = mean(sum(map(network.cells, each)) for each in minibatches)
-        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-            for sample in (sample for minibatch in minibatches for sample in minibatch):
-                network.one(sample)
-        flop = counter.get_total_flops() / len(minibatches)
         for phase in phases:
             training = phase == "train"
             competitors = [
@@ -147,7 +138,6 @@ def network_cases(network: Network, sized: Sized, phases: Sequence[str]) -> Iter
                 for name, way in network.ways.items()
                 if phase in way.phases
             ]
-            competitors.append(arithmetic_limit(flop * (3 if training else 1)))
             facts = {"cells": cells, "minibatches": len(minibatches)}
             yield Case({"phase": phase, **size}, len(minibatches[0]), competitors, PER_INSTANCE, facts)
 
@@ -234,7 +224,7 @@ def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Ne
 
     compute = step(model, by_hand, lambda levels, scores: cross_entropy(scores, levels.labels, reduction="sum"))
     hand = {LEVELS: Way(levels_of, compute, lambda levels: len(levels.orders))}
-    return Network(model, model.one, len, batched(model, strategies, loss) | hand)
+    return Network(model, len, batched(model, strategies, loss) | hand)
 
 
 def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
@@ -268,7 +258,7 @@ def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) ->
 
     ways = {PER_INSTANCE: one_by_one(model, loss)} | {each.name: in_scope(each, "module") for each in strategies}
     ways |= {f"{each.name}, operators": in_scope(each, "op") for each in strategies[-1:]}
-    return Network(model, model.one, lambda pair: len(pair.left) + len(pair.right), ways)
+    return Network(model, lambda pair: len(pair.left) + len(pair.right), ways)
 
 
 def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
@@ -283,7 +273,7 @@ def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> N
         return levels.run(leaves, lambda h: (model.inner(h.view(-1, 2 * width)).relu(),))[0]
 
     hand = {LEVELS: Way(levels_of, step(model, by_hand, loss), lambda levels: len(levels.orders) - 1)}
-    return Network(model, model.one, lambda tree: tree.num_leaves - 1, batched(model, strategies, loss) | hand)
+    return Network(model, lambda tree: tree.num_leaves - 1, batched(model, strategies, loss) | hand)
 
 
 def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:
@@ -332,7 +322,7 @@ def tagger_network(
 
     compute = step(hand, hand, lambda packed, scores: cross_entropy(scores, packed[1].data, reduction="sum"))
     by_hand = {PACKED: Way(pack, compute)} if letters is None else {}
-    return Network(hand, model.one, cells, batched(model, strategies, loss) | by_hand)
+    return Network(hand, cells, batched(model, strategies, loss) | by_hand)
 
 
 def _read(data: Path, read: Callable[[Path], tuple[list[Any], Any]], largest: int, seed: int) -> tuple[list[Any], Any]:
@@ -371,7 +361,7 @@ def tree_lstm(
     else:
         samples, words = _read(data, read, max(batch_sizes), seed)
     cases = network_cases(make(words, width, strategies), minibatches_of(samples, batch_sizes), phases)
-    return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words", cases, "batch", "tree" if binary else "pair")
+    return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words", cases, "tree" if binary else "pair")
 
 
 def tree_fc(
@@ -387,7 +377,7 @@ def tree_fc(
     rng = np.random.default_rng(seed)
     sized = (({"leaves": size}, [complete_trees(batch_size, size, words, rng)]) for size in sorted(leaves))
     cases = network_cases(tree_fc_network(words, width, strategies), sized, phases)
-    return Benchmark(f"Tree-FC, width {width}, {words} words, complete binary trees", cases, "leaves", "tree")
+    return Benchmark(f"Tree-FC, width {width}, {words} words, complete binary trees", cases, "tree")
 
 
 def tagger(
@@ -409,4 +399,4 @@ def tagger(
     network = tagger_network(words, width, strategies, letters if characters else None, tags)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
     spelled = "rare words spelled" if characters else "one vector for all rare words"
-    return Benchmark(f"BiLSTM tagger, width {width}, {words} words, {spelled}", cases, "batch", "sentence")
+    return Benchmark(f"BiLSTM tagger, width {width}, {words} words, {spelled}", cases, "sentence")

@@ -42,7 +42,7 @@ def processes(
     ready = [competitor(count) for count in processes]
     case = Case({"iterations": iterations}, 1, ready, ready[0].name, warm_up=False)
     description = " ".join(["iep-train", str(config), *settings])
-    return Benchmark(description, [case], "iterations", "question", resolve_device("auto"))
+    return Benchmark(description, [case], "question", resolve_device("auto"))
 
 
 def train(data: Path, config: Path, processes: int, threads: int, settings: Sequence[str]) -> list[float]:

@@ -47,8 +47,10 @@ CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
-ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "replicas", "backward_weights")
+ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "backward_weights")
 """The settings that only asynchronous training uses."""
+DROPPED = ("replicas",)
+"""Settings of earlier versions, whose saved settings may have them with the value of none."""
 SYNCHRONOUS = ("defer_weight_grads", "execution")
 """The settings that asynchronous training does not use."""
 SECTIONS = {
@@ -314,9 +316,6 @@ class Config:
     min_update_frequency: int = setting(0, minimum=0, models=("ee",))
     """The number of calls after which a part is updated; 0 for the number that it has in a minibatch of `batch_size`
     questions, so that a rare function is updated as often as in synchronous training."""
-    replicas: tuple[str, ...] = setting((), models=("ee",))
-    """Parts that several workers hold, and how many, such as `stem=2`. Instances are dealt among the workers, whose
-    weights are averaged before each validation."""
     backward_weights: str = setting("current", choices=BACKWARD_WEIGHTS, models=("ee",))
     """The weights of backward passes: the current ones, or those of the forward pass, of which copies are kept."""
     validate_every: int = setting(1000, minimum=1)
@@ -522,6 +521,8 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
     changes = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
+        if name in DROPPED and not value:
+            continue
         if key not in known:
             raise InputError(f"{source}: unknown key {name!r}{_meant(config, str(key))}")
         current = getattr(config, key)

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="Comma-separated list of numbers of CPU threads.")
     parser.add_argument("--rounds", type=int, default=15, help="Number of rounds of measuring.")
     parser.add_argument("--only", default="", help="Run only cases whose names begin with this text, such as planning.")
-    parser.add_argument("--out", type=Path, help="Directory for the tables, all results (JSON) and a picture.")
+    parser.add_argument("--out", type=Path, help="Directory for the tables and all results (JSON).")
     options = parser.parse_args()
     programs = options.before / ".compared_programs.npz"
     workers = {name: Worker(getattr(options, name), programs) for name in ("before", "now")}
@@ -118,7 +118,7 @@ def main() -> None:
         for path in (options.before, options.now)
     ]
     chosen = (each for each in cases() if each.setting["case"].startswith(options.only))
-    benchmark = Benchmark(f"before: {commits[0]}, now: {commits[1]}", chosen, "batch", "sample")
+    benchmark = Benchmark(f"before: {commits[0]}, now: {commits[1]}", chosen, "sample")
     run_benchmark(benchmark, options.rounds, math.inf, " ".join(["python", *sys.argv]), "commits", options.out)
 
 

@@ -5,10 +5,11 @@ python scripts/draw_schedules.py
 
 from pathlib import Path
 
-from iep.bench.show_plans import draw_plans, walk
+from iep.bench.show_plans import draw_plan
 from iep.bench.workload import encode
+from iep.execution_engine.choices import make_module_set
+from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
-from iep.runtime.pictures import save
 from iep.vocab import Vocab
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -27,19 +28,14 @@ QUESTIONS = {
 
 
 def main() -> None:
-    """Draw one schedule for the README, and two schedules to compare for docs/architecture.md."""
+    """Draw the default schedule for the README, and another one to compare it with for docs/architecture.md."""
     vocab = Vocab.clevr()
     programs_BL = encode([program.split() for program in QUESTIONS.values()], vocab)
-    plans = {
-        name: plan_programs(programs_BL, vocab.program, scene="stem", batching=name)
-        for name in ("improved", "lookahead")
-    }
-    drawn = [
-        (f"{name}: {len(plan.schedule)} calls for {plan.graph.num_nodes} nodes", plan, list(walk(plan)))
-        for name, plan in plans.items()
-    ]
-    save(draw_plans(drawn[1:], list(QUESTIONS)), DOCS / "batching.svg")
-    save(draw_plans(drawn, [f"example {example}" for example in range(len(QUESTIONS))]), DOCS / "schedule.svg")
+    roles = roles_of(vocab.program, make_module_set("iep", dim=1, residual=True, norm="none", scene="stem"))
+    for name, file in (("lookahead", "batching.svg"), ("improved", "schedule.svg")):
+        plan = plan_programs(programs_BL, vocab.program, roles, batching=name)
+        title = f"{name}: {len(plan.schedule)} calls for {plan.graph.num_nodes} nodes"
+        (DOCS / file).write_text(draw_plan(title, plan, list(QUESTIONS)), encoding="utf-8")
 
 
 if __name__ == "__main__":

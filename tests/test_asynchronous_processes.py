@@ -57,16 +57,13 @@ def test_one_instance_at_a_time_with_updates_when_drained_equals_execute_with_on
 def several_in_flight() -> list[tuple]:
     peers, size, results = Peers(), world_size(), []
 
-    @given(
-        data=st.data(), weights=WEIGHTS, keys=st.integers(1, 5), frequency=st.integers(1, 4), replicated=st.booleans()
-    )
+    drawn = minibatches(max_size=6, workers=size)
+
+    @given(drawn=drawn, weights=WEIGHTS, keys=st.integers(1, 5), frequency=st.integers(1, 4))
     @same_in_all
-    def check(data, weights, keys, frequency, replicated):
-        _, instances, plain = data.draw(minibatches(max_size=6, workers=size, replicas=replicated))
-        held, in_flight = dict.fromkeys(range(4), size if replicated else 1), []
-        trainer = AsynchronousTrainer(
-            by_op(typed_modules()), Collect, size, keys, frequency, None, weights, held, peers
-        )
+    def check(drawn, weights, keys, frequency):
+        (_, instances, plain), in_flight = drawn, []
+        trainer = AsynchronousTrainer(by_op(typed_modules()), Collect, size, keys, frequency, None, weights, peers)
         run = trainer.run(instances, note=lambda _: in_flight.append([*trainer.in_flight]), update=True)
         assert all(max(numbers) - min(numbers) < keys for numbers in in_flight if numbers)
         sums = {name: total(each) for name, each in gradient_sums(trainer, rank()).items()}
@@ -84,19 +81,19 @@ def test_with_several_in_flight_summed_gradients_are_those_of_the_minibatch_and_
     assert all(each == first for each in others)
 
 
-def learn(replicas: int, flush_every: int | None) -> tuple[float, dict, list[float], dict[int, int]]:
+def learn(flush_every: int | None) -> tuple[float, dict, list[float], dict[int, int]]:
     module, xs = Square(), [1.0, 2.0, 3.0, 0.5] * 5
     make = partial(torch.optim.AdamW, lr=0.01)
-    trainer = AsynchronousTrainer({0: module}, make, 2, 3, 2, flush_every, replicas={0: replicas}, peers=Peers())
+    trainer = AsynchronousTrainer({0: module}, make, 2, 3, 2, flush_every, peers=Peers())
     for _ in range(2):
-        run = trainer.run([square_instance(x, at=number % replicas) for number, x in enumerate(xs)])
+        run = trainer.run(map(square_instance, xs))
     state = trainer.ops[0].optimizer.state_dict()["state"][0]
     return module.w.item(), {key: value.item() for key, value in state.items()}, run.losses, run.updates
 
 
-@pytest.mark.parametrize(("replicas", "flush_every"), [(1, None), (2, None), (1, 3)])
-def test_all_processes_have_the_same_weights_and_optimiser_states_at_the_end(replicas: int, flush_every: int | None):
-    one, two = together(learn, replicas, flush_every)
+@pytest.mark.parametrize("flush_every", [None, 3])
+def test_all_processes_have_the_same_weights_and_optimiser_states_at_the_end(flush_every: int | None):
+    one, two = together(learn, flush_every)
     assert one == two
     assert one[0] < 1.45
     assert len(one[2]) == 20

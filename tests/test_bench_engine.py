@@ -1,4 +1,4 @@
-"""`iep-bench engine`: every strategy has its row, and parts run what the step runs; errors of every `iep-bench`."""
+"""`iep-bench engine`: every strategy has its row; errors of every `iep-bench`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,10 @@ import torch
 from bench_cases import iep_bench, measure, report_of
 from tiny_data import assert_one_error
 
-from iep.bench.measure_engine import Step
 from iep.bench.strategy import BEST, Strategy, parse_strategies
 from iep.bench.workload import generated
-from iep.config import BATCHING, EngineConfig
-from iep.models.build import build, network_kwargs
+from iep.config import BATCHING
 from iep.programs import arity
-from iep.vocab import Vocab
 
 CPU = torch.device("cpu")
 
@@ -30,11 +27,11 @@ def comparisons(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 def test_every_strategy_has_a_row_in_every_phase(comparisons: list[dict[str, Any]]):
     assert [each["phase"] for each in comparisons] == ["train", "inference"]
-    inference = [*BATCHING, f"{BEST}+sharing", "limit", "limit+sharing"]
+    inference = [*BATCHING, f"{BEST}+sharing"]
     for each in comparisons:
         names = [row["name"] for row in each["rows"]]
         deferred = [f"{BEST}+sharing+defer"] if each["phase"] == "train" else []
-        assert names == [*inference[:-2], *deferred, *inference[-2:]]
+        assert names == [*inference, *deferred]
 
 
 def test_calls_lie_between_the_bound_and_nodes_and_sharing_runs_fewer_nodes(comparisons: list[dict[str, Any]]):
@@ -42,15 +39,11 @@ def test_calls_lie_between_the_bound_and_nodes_and_sharing_runs_fewer_nodes(comp
         rows = {row["name"]: row for row in each["rows"]}
         nodes = {name: row["facts"]["nodes"] for name, row in rows.items()}
         assert rows["vanilla"]["facts"]["calls"] == nodes["vanilla"]
-        assert nodes[f"{BEST}+sharing"] < nodes[BEST] == nodes["limit"]
+        assert nodes[f"{BEST}+sharing"] < nodes[BEST]
         assert each["images"] == each["questions"] / 4
         for row in rows.values():
-            if row["name"].startswith("limit"):
-                assert set(row["seconds"]) == {"modules", "total"}
-                assert row["facts"]["calls"] <= rows[BEST]["facts"]["calls"]
-            else:
-                assert set(row["seconds"]) == {"planning", "modules", "step", "total"}
-                assert 0 < row["facts"]["bound"] <= row["facts"]["calls"] <= row["facts"]["nodes"]
+            assert set(row["seconds"]) == {"planning", "step", "total"}
+            assert 0 < row["facts"]["bound"] <= row["facts"]["calls"] <= row["facts"]["nodes"]
 
 
 def test_functions_that_share_their_weights_are_measured_in_few_calls_at_every_size(tmp_path: Path):
@@ -73,7 +66,7 @@ COUNT = "count filter_color[red] scene"
     [
         (["engine", "--batching", "lookahed"], 2, ["did you mean 'lookahead'"]),
         (["engine", "--batch-sizes", "1,a"], 2, ["'1,a', expected integers separated by commas, such as 1,16,64"]),
-        (["engine", "--data", ".", "--questions-per-image", "2"], 2, ["cannot go together with --data"]),
+        (["plan", "--data", ".", "--questions-per-image", "2"], 2, ["cannot go together with --data"]),
         (["engine", "engine.module_dimm=4"], 1, ["engine.module_dimm", "did you mean 'module_dim'"]),
         (["engine", "--batch-sizes", "2", "engine.stem=pixels", "--feature-shape", "5", "3", "3"], 1, ["5 channels"]),
         (
@@ -114,34 +107,3 @@ def test_strategies_are_parsed_from_their_names():
     text = "vanilla,improved+sharing+triton+bfloat16,standard+defer,improved+bfloat16"
     assert ",".join(strategy.name for strategy in parse_strategies(text)) == text
     assert parse_strategies("vanilla, vanilla+float32") == [Strategy("vanilla")]
-
-
-@pytest.mark.parametrize(
-    ("name", "training", "modules"), [("improved+sharing+defer", True, "iep"), ("improved+bfloat16", False, "tbd")]
-)
-def test_a_part_calls_the_modules_as_the_step_does(name: str, training: bool, modules: str):
-    (strategy,) = parse_strategies(name)
-    vocab = Vocab.clevr()
-    config = EngineConfig(modules=modules, module_dim=2, stem_widths=())
-    engine = build("engine", network_kwargs("engine", config, vocab, (3, 3, 3))).train(training)
-    minibatch = generated(6, 3, (3, 3, 3), largest=6).minibatch(0, 6, CPU)
-    step = Step(engine, strategy, minibatch, CPU)
-    parts, limit = step.parts(), step.limit()
-    seen: list[tuple[str, tuple, torch.dtype]] = []
-    for token, module in engine.named_children():
-        module.register_forward_pre_hook(
-            lambda _, given, token=token: seen.append((token, tuple(x.shape for x in given), given[0].dtype))
-        )
-
-    def calls_of(run: Any) -> list[tuple[str, tuple, torch.dtype]]:
-        engine.zero_grad(set_to_none=True)
-        seen.clear()
-        run()
-        return list(seen)
-
-    expected = calls_of(parts["step"])
-    assert any(parameter.grad is not None for parameter in engine.parameters()) == training
-    assert len(expected) == len(step.plan.schedule) + 2
-    assert calls_of(parts["modules"]) == expected
-    together = [token for token, *_ in calls_of(limit["modules"])]
-    assert sorted(together) == sorted({token for token, *_ in expected})

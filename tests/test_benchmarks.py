@@ -108,11 +108,10 @@ def test_every_way_is_measured_in_its_phases(command: str, given: tuple, hand: s
     assert [each[unit] for each in comparisons] == sorted(each[unit] for each in comparisons)
     for each in comparisons:
         deferred = ["lookahead+defer"] if each["phase"] == "train" else []
-        assert [row["name"] for row in each["rows"]] == [PER_INSTANCE, "height", *deferred, hand, "limit"]
+        assert [row["name"] for row in each["rows"]] == [PER_INSTANCE, "height", *deferred, hand]
         height = each["rows"][1]
         assert height["facts"]["ratio"] == pytest.approx(each["cells"] / height["facts"]["calls"])
         assert set(height["seconds"]) == {"construction", "computation", "total"}
-        assert each["rows"][-1]["share_of_limit"] in (1, None)
 
 
 SST, WIKINER = "(3 (2 good) (2 film))\n(1 (2 bad) (2 film))\n", "Paris|NNP|I-LOC is|VBZ|O\nis|VBZ|O nice|JJ|O\n"
@@ -154,7 +153,7 @@ def test_every_number_of_experts_and_minibatch_size_is_measured(tmp_path: Path, 
     found = [(each["phase"], each["experts"], each["tokens"]) for each in comparisons]
     assert found == [(p, e, size) for p in ("train", "inference") for e in (1, 3) for size in (2, 7)]
     for each in comparisons:
-        assert [row["name"] for row in each["rows"]] == [ONE_BY_ONE, BATCHED, HAND, "limit"]
+        assert [row["name"] for row in each["rows"]] == [ONE_BY_ONE, BATCHED, HAND]
         assert each["active"] == uniform_experts(each["tokens"], each["experts"], 1, seed=0).unique().numel()
 
 

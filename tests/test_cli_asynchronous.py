@@ -41,7 +41,7 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "settings",
     [
-        ("--max-active-keys", 3, "replicas=stem=2", "--backward-weights", "forward", "sharing=false", "workers=1"),
+        ("--max-active-keys", 3, "--backward-weights", "forward", "sharing=false", "workers=1"),
         (
             "--min-update-frequency",
             5,
@@ -50,7 +50,7 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
             "engine.stem_norm=true",
             "curriculum=[[0, 4], [20, 99]]",
         ),
-        ("--modules", "tbd", "--replicas", "classifier=2,exist=2", "clip_gradients=1", "max_active_keys=9"),
+        ("--modules", "tbd", "clip_gradients=1", "max_active_keys=9"),
         ("--freeze", "stem", "--placement", "round-robin", "questions_per_image=2", "engine.classifier_norm=true"),
     ],
     ids=lambda settings: str(settings[0]) + str(settings[1]),
@@ -120,7 +120,6 @@ def test_an_error_in_a_worker_ends_the_run(data: Path, tmp_path: Path, monkeypat
         (("--threads", 2), "--threads is for --asynchronous", 2),
         ((*ASYNCHRONOUS, "--device", "cpu"), "--threads places the parts on the CPU; it cannot go", 2),
         ((*ASYNCHRONOUS, "instance_size=3"), "batch_size is 8 and instance_size 3; expected a multiple", 1),
-        ((*ASYNCHRONOUS, "--replicas", "stemm=2"), "replicas: 'stemm=2' names no part of the engine; did you mean", 1),
         ((*ASYNCHRONOUS, "--defer-weight-grads"), "defer_weight_grads is True, which training ee asynchronously", 1),
         ((*ASYNCHRONOUS, "instance_size=1", "engine.classifier_norm=true"), "an instance has 1 question, expected", 1),
         (("--max-active-keys", 2), "max_active_keys is 2, which training ee does not use; only asynchronous", 1),

@@ -211,16 +211,9 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: st
     assert not names["run"].exists()
 
 
-@pytest.mark.parametrize(
-    ("size", "problem"),
-    [
-        ("two", "WORLD_SIZE is 'two', expected a whole number, as torchrun sets it"),
-        ("2", "RANK is not set, expected a number below WORLD_SIZE, which is 2"),
-    ],
-)
-def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch, size: str, problem: str):
-    monkeypatch.setenv("WORLD_SIZE", size)
-    assert_one_error(iep_train("--out", tmp_path), problem)
+def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_one_error(iep_train("--out", tmp_path), "environment variable RANK expected, but not set")
 
 
 # What all commands share

@@ -127,6 +127,12 @@ def changed(config: Config) -> Config:
     )
 
 
+def test_a_dropped_setting_of_an_earlier_version_is_read_only_without_a_value(tmp_path: Path):
+    assert read_config(write(tmp_path / "config.yaml", "model: ee\nreplicas: []\n")) == Config(model="ee")
+    with refused("", "unknown key 'replicas'"):
+        read_config(write(tmp_path / "config.yaml", "model: ee\nreplicas: [stem=2]\n"))
+
+
 @pytest.mark.parametrize("config", [Config(), changed(Config())])
 def test_a_config_survives_its_yaml(tmp_path: Path, config: Config):
     assert read_config(write(tmp_path / "config.yaml", to_yaml(config))) == config

@@ -86,7 +86,7 @@ def test_json_is_read_back_as_it_was_written(tmp_path: Path):
         (b"", "not a vocabulary (JSONDecodeError: Expecting value: line 1 column 1"),
         (b'{"a": 1,\n"b": }', "Expecting value: line 2 column 6"),
         (b"1" * 5000, "limit (4300 digits)"),
-        (b"[" * 10_000, "nested too deeply"),
+        (b"[" * 10_000, "maximum recursion depth"),
         (b'{"a": "\xff"}', "can't decode byte 0xff in position 7"),
         (None, "no such file, expected a vocabulary"),
         (Path.mkdir, "is a directory, expected a vocabulary"),

@@ -35,7 +35,7 @@ from iep.data.features import Features
 from iep.data.loader import BatchBuffers, Loading, on_device
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
-from iep.runtime.memory import left_in_groups
+from iep.runtime.devices import left_in_groups
 from iep.runtime.signals import handled
 from iep.training.run_training import train
 
@@ -197,12 +197,7 @@ def test_a_control_groups_limit_counts_less_what_is_used_and_cannot_be_dropped(t
     (group / "memory.current").write_text("600\n")
     (group / "memory.stat").write_text("anon 500\ninactive_file 50\n")
     assert left_in_groups(tmp_path, "0::/job/step\n") == left
-    old = tmp_path / "memory" / "job"
-    old.mkdir(parents=True)
-    (old / "memory.limit_in_bytes").write_text("2000\n")
-    (old / "memory.usage_in_bytes").write_text("600\n")
-    (old / "memory.stat").write_text("total_inactive_file 50\n")
-    assert left_in_groups(tmp_path, "3:cpuset:/\n4:memory:/job\n0::/\n") == [1450]
+    assert left_in_groups(tmp_path, "3:cpuset:/\n4:memory:/job/step\n") == []
 
 
 # To a device

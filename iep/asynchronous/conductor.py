@@ -7,7 +7,7 @@ are done, and a backward task when the backward tasks of all its readers are don
 The task of the oldest instance in flight that comes next in the order of its plan is always ready or running, so that
 no order of the workers can deadlock.
 
-`drivers.py` runs the tasks, on threads or under a virtual clock; `trainer.py` says what a task computes.
+`drivers.py` runs the tasks; `trainer.py` says what a task computes.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,9 @@ class Conductor:
 
     Instances are numbered from 0 in the order of admission. Instance n is admitted only if n < oldest + K, where oldest
     is the number of the oldest instance in flight and K is `max_active_keys`. At most K instances are therefore in
-    flight, and a slow instance delays those that follow instead of seeing ever more updates (see `staleness_bound`).
-    With `flush_every`, an instance whose number is a multiple of it is admitted only when nothing is in flight.
+    flight, and a slow instance delays those that follow instead of seeing ever more updates, whose number
+    docs/asynchronous.md bounds. With `flush_every`, an instance whose number is a multiple of it is admitted only when
+    nothing is in flight.
 
     Raises:
         ValueError: `max_active_keys` or `flush_every` is less than 1.
@@ -87,19 +88,10 @@ class Conductor:
         return oldest > self.last_needed
 
     def admit(self, steps: Sequence[PlanStep]) -> list[WorkerTask]:
-        """Admit an instance, whose number is `num_admitted`, and return its tasks that are ready at once.
-
-        Raises:
-            ValueError: a step reads one that is not earlier, or no step reads a call.
-        """
-        number, instance = self.num_admitted, _InFlight(steps)
-        for call, step in enumerate(steps):
-            if any(not 0 <= read < call for read in step.reads):
-                raise ValueError(f"instance {number}: step {call} reads {step.reads}, expected earlier steps")
-            if call < len(steps) - 1 and not instance.readers[call]:
-                raise ValueError(f"instance {number}: no step reads step {call}, expected that the loss does")
+        """Admit an instance, whose number is `num_admitted`, and return its tasks that are ready at once."""
         assert self.can_admit
-        self.in_flight[number] = instance
+        number = self.num_admitted
+        self.in_flight[number] = _InFlight(steps)
         self.num_admitted += 1
         first = [WorkerTask(number, call, False) for call, step in enumerate(steps[:-1]) if not step.reads]
         return first or [WorkerTask(number, len(steps) - 1, True)]
@@ -131,13 +123,6 @@ class Conductor:
         """Return the step of a task of an instance in flight."""
         return self.in_flight[task.instance].steps[task.call]
 
-    def awaited(self, task: WorkerTask) -> list[WorkerTask]:
-        """Return the tasks that a task of an instance in flight waited for."""
-        instance = self.in_flight[task.instance]
-        if task.is_backward and task.call < len(instance.steps) - 1:
-            return [WorkerTask(task.instance, call, True) for call in instance.readers[task.call]]
-        return [WorkerTask(task.instance, call, False) for call in instance.steps[task.call].reads]
-
 
 def priority(task: WorkerTask) -> tuple[bool, int, int]:
     """Return the key by which a worker chooses: backward first, then the oldest instance, then the plan's order.
@@ -145,19 +130,3 @@ def priority(task: WorkerTask) -> tuple[bool, int, int]:
     The order of a backward pass is the reverse of that of the plan.
     """
     return not task.is_backward, task.instance, -task.call if task.is_backward else task.call
-
-
-def staleness_bound(max_active_keys: int, calls: int, min_update_frequency: int) -> int:
-    """Return the greatest possible number of updates of an op between a call's forward and its backward pass.
-
-    With K = `max_active_keys`, c = `calls`, the greatest number of calls of the op in an instance, and f =
-    `min_update_frequency`, the bound is ((2K - 1) c - 1) / f, rounded up. Proof for a call of instance n: during its
-    forward pass, the oldest instance in flight is m > n - K, because n was admitted. The instances before m are done
-    and have no more backward passes. Until its backward pass, n is in flight, so that only instances before n + K are
-    admitted. The backward passes of the op in between therefore belong to the 2K - 1 instances n - K + 1 to n + K - 1
-    and are at most b = (2K - 1) c - 1, because the call itself is not among them. An update needs the gradients of f
-    calls, of which at most f - 1 are there at the beginning. There are thus at most (b + f - 1) / f updates, rounded
-    down, which is b / f, rounded up. Updates while nothing is in flight do not count, because no call is between its
-    passes then.
-    """
-    return -(-((2 * max_active_keys - 1) * calls - 1) // min_update_frequency)

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -54,22 +54,6 @@ class Message(NamedTuple):
     """Why the sender ends the run."""
     is_last: bool = False
     """Whether the sender has nothing more to say in this run."""
-
-
-class LocalTrainer(Protocol):
-    """The part of `AsynchronousTrainer` that computes."""
-
-    def begin(self, number: int, instance: Any) -> Sequence[PlanStep]:
-        """Prepare an instance, and return its steps."""
-
-    def compute(self, task: WorkerTask) -> list[Tensor | None]:
-        """Compute a task, and return the gradients that go to another process, if the task has any."""
-
-    def outgoing(self, number: int, copy: int) -> list[Tensor]:
-        """Return the values that a copy on another worker reads."""
-
-    def incoming(self, number: int, copy: int, is_backward: bool, tensors: list[Tensor | None]) -> None:
-        """Take the values that a copy of this worker reads, or the gradients that one of another has computed."""
 
 
 class LocalConductor(Conductor):
@@ -136,7 +120,7 @@ class Peers:
 
     def drive(
         self,
-        trainer: LocalTrainer,
+        trainer: Any,
         conductor: Conductor,
         instances: Iterable[Any],
         note: Note,
@@ -145,6 +129,7 @@ class Peers:
         """Run the tasks of this process's worker until all instances are done in all processes.
 
         Args:
+            trainer: the `AsynchronousTrainer` of this process, which computes.
             finish: called when nothing is in flight. Its results of all processes are returned, by rank.
 
         Raises:
@@ -165,7 +150,7 @@ class Peers:
 class _Process(Threads):
     """The worker of this process during one run, with two more threads for each other process."""
 
-    def __init__(self, peers: Peers, trainer: LocalTrainer, conductor: Conductor, note: Note):
+    def __init__(self, peers: Peers, trainer: Any, conductor: Conductor, note: Note):
         super().__init__(LocalConductor(conductor, peers.rank, peers.size), [peers.rank], trainer.compute, note)
         self.peers, self.trainer = peers, trainer
         self.early: dict[int, list[tuple[Message, list]]] = defaultdict(list)

@@ -11,19 +11,15 @@ therefore change, and it is explicit which ones the backward pass uses:
   between two updates share a copy. The gradients are those of the loss at the weights that computed it, but they are
   still applied to newer weights.
 
-Several workers may hold a replica of one op (AMPNet, section 5): a copy of its module with an optimiser of its own. The
-worker on which an instance's plan places the op determines the replica that runs its calls. When nothing is in flight,
-at the end of a run, the replicas are averaged.
-
 Values lie in the instance's `Buffers`, as in `execute`, whose gradients this equals if one instance is in flight at a
-time. Not covered: calls of op groups, and weights that two ops share.
+time. Not covered: calls of op groups, weights that two ops share, and replicas of an op on several workers (AMPNet,
+section 5).
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -104,7 +100,7 @@ class Run:
     staleness: Counter[Staleness]
     """The number of backward passes of modules with weights of each staleness."""
     updates: dict[int, int]
-    """The number of updates of each op with weights, of all replicas together."""
+    """The number of updates of each op with weights."""
     seconds: float
     """The time from the beginning of the first task to the end of the last one."""
     utilisation: list[float]
@@ -124,11 +120,11 @@ class _Clock:
 
 
 Driver = Callable[[Conductor, int, Iterable[Instance], Begin, Callable[[WorkerTask], object], Note], None]
-"""`run_threads`, or `run_virtual` with its costs."""
+"""How the workers run, such as `run_threads`, whose arguments it has."""
 
 
 class TrainedOp:
-    """The module of an op or of a replica, its optimiser, and the state of its updates. Only its worker uses it."""
+    """The module of an op, its optimiser, and the state of its updates. Only its worker uses it."""
 
     def __init__(self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
         self.module = module
@@ -136,10 +132,10 @@ class TrainedOp:
         self.optimizer = make_optimizer([*self.weights.values()]) if self.weights else None
         self.worker: int | None = None
         """The worker of its calls; None until the first instance with one."""
-        self.averaged = 0
-        """The version at which replicas were last averaged."""
         self.version = self.pending = 0
         """The number of updates, and the number of calls whose gradients have been added up since the last one."""
+        self.staleness = Counter[int]()
+        """The number of backward passes in a run with weights that are so many updates newer."""
         self._copy: dict[str, Tensor] | None = None
 
     def copy(self) -> dict[str, Tensor]:
@@ -165,22 +161,18 @@ class TrainedOp:
         """Return all that changes in training, for other processes."""
         optimizer = self.optimizer.state_dict() if self.optimizer else None
         gradients = [weight.grad for weight in self.weights.values()]
-        counts = {"version": self.version, "pending": self.pending}
+        counts = {"version": self.version, "pending": self.pending, "staleness": self.staleness}
         return counts | {"module": self.module.state_dict(), "optimizer": optimizer, "gradients": gradients}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the `state` of another process."""
-        self.version, self.pending, self._copy = state["version"], state["pending"], None
+        self.version, self.pending, self.staleness = state["version"], state["pending"], state["staleness"]
+        self._copy = None
         self.module.load_state_dict(state["module"])
         for weight, gradient in zip(self.weights.values(), state["gradients"], strict=True):
             weight.grad = gradient
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
-
-    def tensors(self) -> dict[Any, Tensor]:
-        """Return all tensors that change in training: parameters, statistics, and the optimiser's state, by key."""
-        states = self.optimizer.state_dict()["state"] if self.optimizer else {}
-        return self.module.state_dict() | {(n, key): each for n, state in states.items() for key, each in state.items()}
 
 
 class _Kept(NamedTuple):
@@ -199,8 +191,6 @@ class _Active:
 
     instance: Instance
     buffers: Buffers
-    states: list[TrainedOp | None]
-    """The replica that runs each call; None for copies."""
     learns: list[bool]
     """Whether the results of each call depend on weights."""
     kept: dict[int, _Kept] = field(default_factory=dict)
@@ -224,13 +214,11 @@ class AsynchronousTrainer:
         flush_every: the number of instances after which no new one is admitted until nothing is in flight and every op
             is updated. One is synchronous training on the workers. None never to wait.
         backward_weights: the weights that a backward pass uses, see above.
-        replicas: the number of workers that hold each op; those that are not named have one.
         peers: the processes that are the other workers; None if all workers are in this process.
         context: returns a context in which modules and losses run, on whatever thread, such as that of autocast.
 
     Raises:
-        ValueError: a module is not an `nn.Module`, ops share a parameter, a number is less than 1, an op has no update
-            frequency, or `backward_weights` is unknown.
+        ValueError: ops share a parameter, or `backward_weights` is unknown.
     """
 
     def __init__(
@@ -242,7 +230,6 @@ class AsynchronousTrainer:
         min_update_frequency: Mapping[int, int] | int | None = None,
         flush_every: int | None = None,
         backward_weights: str = "current",
-        replicas: Mapping[int, int] | None = None,
         peers: Peers | None = None,
         context: Callable[[], AbstractContextManager] = nullcontext,
     ):
@@ -250,39 +237,17 @@ class AsynchronousTrainer:
             raise ValueError(f"backward_weights is {backward_weights!r}, expected 'current' or 'forward'")
         owner: dict[nn.Parameter, int] = {}
         for op, module in modules.items():
-            if not isinstance(module, nn.Module):
-                raise ValueError(f"op {op} is a {type(module).__name__}, expected an nn.Module, which has its weights")
             for parameter in module.parameters():
                 if owner.setdefault(parameter, op) != op:
                     raise ValueError(f"ops {owner[parameter]} and {op} share a parameter, expected different ones")
         self.ops = {op: TrainedOp(module, make_optimizer) for op, module in modules.items()}
-        self.replicas = {op: [state] for op, state in self.ops.items()}
-        """The op and its further replicas."""
-        for op, number in (replicas or {}).items():
-            if not 1 <= number <= num_workers:
-                raise ValueError(f"op {op} has {number} replicas, expected 1 to {num_workers}, the number of workers")
-            self.replicas[op] += [TrainedOp(deepcopy(modules[op]), make_optimizer) for _ in range(number - 1)]
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
-        for op in (op for op, state in self.ops.items() if state.weights):
-            if op not in self.min_update_frequency:
-                raise ValueError(f"op {op} has weights, but no update frequency")
-            frequency = self.min_update_frequency[op]
-            if frequency is not None and frequency < 1:
-                raise ValueError(f"the update frequency of op {op} is {frequency}, expected 1 or greater")
-        if peers is not None and peers.size != num_workers:
-            raise ValueError(f"there are {num_workers} workers, but {peers.size} processes")
-        if peers is not None and flush_every and any(number > 1 for number in (replicas or {}).values()):
-            raise ValueError("flush_every averages replicas, which are in different processes")
         self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
         self.backward_weights, self.peers, self.context = backward_weights, peers, context
         self.in_flight: dict[int, _Active] = {}
         """The values and gradients of every instance in flight."""
-        self._held: dict[tuple[int, int], TrainedOp] = {}
-        """The replica of each op on each worker."""
         self._losses: dict[int, float] = {}
-        self._staleness: list[Counter[Staleness]] = []
-        """For each worker; adding to a counter is not atomic."""
 
     def run(
         self,
@@ -291,7 +256,7 @@ class AsynchronousTrainer:
         note: Note = lambda _: None,
         update: bool = False,
     ) -> Run:
-        """Train on the instances in order, and return when nothing is in flight; replicas are averaged then.
+        """Train on the instances in order, and return when nothing is in flight.
 
         With `peers`, every process calls this with the same instances, and all have the same weights, optimiser states
         and results at the end.
@@ -305,11 +270,13 @@ class AsynchronousTrainer:
         Raises:
             PeerError: another process has failed, has ended, or is silent; `peers` cannot be used any more.
             ValueError: a plan has no roots, op groups or another number of devices than there are workers, or places
-                an op on more workers than it has replicas; or a loss has several elements.
+                an op on another worker than before; or a loss has several elements.
         """
         self._losses, clock = {}, _Clock(self.num_workers, note)
-        self._staleness = [Counter() for _ in range(self.num_workers)]
-        before, conductor = self._versions(), Conductor(self.max_active_keys, self.flush_every)
+        conductor = Conductor(self.max_active_keys, self.flush_every)
+        before = {op: state.version for op, state in self.ops.items() if state.weights}
+        for state in self.ops.values():
+            state.staleness.clear()
         try:
             if self.peers is None:
                 driver(conductor, self.num_workers, instances, self.begin, self.compute, clock.note)
@@ -320,124 +287,52 @@ class AsynchronousTrainer:
             self.in_flight.clear()
         if self.peers is None and (self.flush_every or update):
             self.update()
-        self._average()
         losses = [self._losses[number] for number in sorted(self._losses)]
-        updates = {op: version - before[op] for op, version in self._versions().items()}
+        updates = {op: self.ops[op].version - version for op, version in before.items()}
+        found = ((op, *found) for op, state in self.ops.items() for found in state.staleness.items())
+        staleness = Counter({Staleness(op, updates): number for op, updates, number in found})
         seconds = max(0.0, clock.last - clock.first)
         utilisation = [busy / seconds if seconds else 0.0 for busy in clock.busy]
-        return Run(losses, sum(self._staleness, Counter()), updates, seconds, utilisation)
+        return Run(losses, staleness, updates, seconds, utilisation)
 
     def update(self) -> None:
         """Update every op that has gradients. Nothing may be in flight."""
         assert not self.in_flight
-        for state in self._all():
+        for state in self.ops.values():
             if state.weights and state.pending:
                 state.update()
-
-    def _all(self) -> Iterator[TrainedOp]:
-        return (state for replicas in self.replicas.values() for state in replicas)
-
-    def _own(self, clock: _Clock, update: bool) -> tuple[Any, ...]:
-        """Return what only this process knows at the end of a run: the state of its ops, and results."""
-        if self.flush_every or update:
-            self.update()
-        rank = self.peers.rank
-        states = {number: each.state() for number, each in enumerate(self._all()) if each.worker == rank}
-        return states, self._losses, self._staleness[rank], clock.busy[rank], clock.first, clock.last
-
-    def _merge(self, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
-        """Take what the other processes have returned from `_own`, by rank."""
-        held = list(self._all())
-        for worker, (states, losses, staleness, busy, first, last) in enumerate(found):
-            if worker != self.peers.rank:
-                self._losses |= losses
-                self._staleness[worker], clock.busy[worker] = staleness, busy
-                clock.first, clock.last = min(clock.first, first), max(clock.last, last)
-                for number, state in states.items():
-                    held[number].restore(state)
-
-    def _versions(self) -> dict[int, int]:
-        return {
-            op: sum(each.version for each in replicas) for op, replicas in self.replicas.items() if replicas[0].weights
-        }
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        """Give all replicas of an op the mean weights, statistics and optimiser state of those that were updated.
-
-        Statistics that are integers are those of the first of them.
-        """
-        for replicas in self.replicas.values():
-            updated = [each for each in replicas if each.version > each.averaged]
-            if len(replicas) == 1 or not updated:
-                continue
-            first, *others = [each.tensors() for each in updated]
-            for key, tensor in first.items():
-                if tensor.is_floating_point() and all(key in other for other in others):
-                    tensor.add_(sum(other[key].to(tensor.device) - tensor for other in others) / len(updated))
-            for each in replicas:
-                if each is not updated[0]:
-                    each.module.load_state_dict(updated[0].module.state_dict())
-                    each.optimizer.load_state_dict(deepcopy(updated[0].optimizer.state_dict()))
-                each.averaged, each._copy = each.version, None
-
-    def message_bytes(self, task: WorkerTask) -> int:
-        """Return the number of bytes that the copy of a task sends; for the delays of the virtual clock."""
-        active = self.in_flight[task.instance]
-        plan, kinds = active.instance.plan, active.buffers.kinds
-        call = plan.calls[task.call]
-        of_rows = ((kinds[each.column], call.size * (each.count or 1)) for each in call.arguments)
-        return sum(rows * kind.shape.numel() * kind.dtype.itemsize for kind, rows in of_rows)
 
     def begin(self, number: int, instance: Instance) -> list[PlanStep]:
         """Write the inputs of an instance into its buffers, and return its steps."""
         plan = instance.plan
         if self.flush_every and number % self.flush_every == 0:
             self.update()
-            self._average()
         if plan.num_devices != self.num_workers:
             raise ValueError(f"a plan for {plan.num_devices} devices, expected one for {self.num_workers} workers")
-        steps, states, learns = instance.steps, [], []
+        steps, learns = instance.steps, list[bool]()
         for step in steps[:-1]:
-            states.append(None if step.op == COPY else self.replica(step.op, step.worker))
-            learns.append(bool(states[-1] and states[-1].weights) or any(learns[each] for each in step.reads))
+            has_weights = step.op != COPY and bool(self._at(step).weights)
+            learns.append(has_weights or any(learns[each] for each in step.reads))
         buffers, inputs = Buffers(plan), instance.inputs
         given = {0: inputs} if isinstance(inputs, Tensor) else inputs
         buffers.write(plan.inputs, [given[made.column // plan.num_devices] for made in plan.inputs])
         remaining = sum(self.peers is None or step.worker == self.peers.rank for step in steps)
         if remaining:
-            self.in_flight[number] = _Active(instance, buffers, states, learns, remaining=remaining)
+            self.in_flight[number] = _Active(instance, buffers, learns, remaining=remaining)
         return steps
 
-    def outgoing(self, number: int, copy: int) -> list[Tensor]:
-        """Return the values that a copy in another process reads."""
-        active = self.in_flight[number]
-        return [active.buffers.read(each) for each in active.instance.plan.calls[copy].arguments]
-
-    def incoming(self, number: int, copy: int, is_backward: bool, tensors: list[Tensor | None]) -> None:
-        """Take the values that a copy here reads, or the gradients that a copy in another process has computed."""
-        active = self.in_flight[number]
-        if not is_backward:
-            active.arrived[copy] = tensors
-            return
-        with active.lock:
-            for argument, gradient in zip(active.instance.plan.calls[copy].arguments, tensors, strict=True):
-                active.buffers.add_gradient(argument, gradient)
-
-    def replica(self, op: int, worker: int) -> TrainedOp:
-        """Return the replica of an op that a worker holds, which is the next free one at first.
+    def _at(self, step: PlanStep) -> TrainedOp:
+        """Return the op of a step; all its steps are on the worker of the first one.
 
         Raises:
-            ValueError: all replicas are on other workers.
+            ValueError: the step is on another worker.
         """
-        if (op, worker) not in self._held:
-            free = [each for each in self.replicas[op] if each.worker is None]
-            if not free:
-                others = ", ".join(str(each.worker) for each in self.replicas[op])
-                raise ValueError(f"op {op} is on worker {worker}, but was on {others} before")
-            free[0].worker = worker
-            self._held[op, worker] = free[0]
-        return self._held[op, worker]
+        state = self.ops[step.op]
+        if state.worker is None:
+            state.worker = step.worker
+        if state.worker != step.worker:
+            raise ValueError(f"op {step.op} is on worker {step.worker}, but was on {state.worker} before")
+        return state
 
     def compute(self, task: WorkerTask) -> list[Tensor | None]:
         """Compute a task of an instance in flight, and return the gradients that go to another process, if any."""
@@ -481,7 +376,7 @@ class AsynchronousTrainer:
             arguments = active.arrived.get(number) or [active.buffers.read(each) for each in call.arguments]
             active.buffers.write(call.results, run_call(active.instance.plan, {}, call, arguments))
             return
-        arguments, state = self._arguments(active, call.arguments, number), active.states[number]
+        arguments, state = self._arguments(active, call.arguments, number), self.ops[call.op]
         weights = state.copy() if self.backward_weights == "forward" else state.weights
         results = self._compute(active, call, state, arguments, weights)
         if active.learns[number]:
@@ -524,7 +419,7 @@ class AsynchronousTrainer:
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
         call, kept = active.instance.plan.calls[number], active.kept.pop(number)
-        state, results, weights = active.states[number], kept.results, kept.weights
+        state, results, weights = self.ops[call.op], kept.results, kept.weights
         if self.backward_weights == "current" and state.weights and kept.version != state.version:
             results = self._compute(active, call, state, kept.arguments, state.weights)
         pairs = zip(results, gradients, strict=True)
@@ -535,10 +430,43 @@ class AsynchronousTrainer:
             outputs, grads = zip(*known, strict=True)
             found = torch.autograd.grad(outputs, [*wanted, *weights], grads, allow_unused=True)
         if state.weights:
-            self._staleness[state.worker][Staleness(call.op, state.version - kept.version)] += 1
+            state.staleness[state.version - kept.version] += 1
             state.add(found[len(wanted) :])
             frequency = self.min_update_frequency[call.op]
             if frequency is not None and state.pending >= frequency:
                 state.update()
         of_arguments = iter(found)
         return [next(of_arguments) if each.requires_grad else None for each in kept.arguments]
+
+    def outgoing(self, number: int, copy: int) -> list[Tensor]:
+        """Return the values that a copy in another process reads."""
+        active = self.in_flight[number]
+        return [active.buffers.read(each) for each in active.instance.plan.calls[copy].arguments]
+
+    def incoming(self, number: int, copy: int, is_backward: bool, tensors: list[Tensor | None]) -> None:
+        """Take the values that a copy here reads, or the gradients that a copy in another process has computed."""
+        active = self.in_flight[number]
+        if not is_backward:
+            active.arrived[copy] = tensors
+            return
+        with active.lock:
+            for argument, gradient in zip(active.instance.plan.calls[copy].arguments, tensors, strict=True):
+                active.buffers.add_gradient(argument, gradient)
+
+    def _own(self, clock: _Clock, update: bool) -> tuple[Any, ...]:
+        """Return what only this process knows at the end of a run: the state of its ops, and results."""
+        if self.flush_every or update:
+            self.update()
+        rank = self.peers.rank
+        states = {op: each.state() for op, each in self.ops.items() if each.worker == rank}
+        return states, self._losses, clock.busy[rank], clock.first, clock.last
+
+    def _merge(self, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
+        """Take what the other processes have returned from `_own`, by rank."""
+        for worker, (states, losses, busy, first, last) in enumerate(found):
+            if worker != self.peers.rank:
+                self._losses |= losses
+                clock.busy[worker], clock.first = busy, min(clock.first, first)
+                clock.last = max(clock.last, last)
+                for op, state in states.items():
+                    self.ops[op].restore(state)

@@ -1,7 +1,7 @@
-"""Compare several ways to do the same work: the one measurement, table and picture of every benchmark.
+"""Compare several ways to do the same work: the one measurement and table of every benchmark.
 
 The machine may be shared, and its speed drifts. The competitors of a case therefore take turns: each round measures
-every competitor once, and medians over the rounds are compared with those of a baseline and of a limit.
+every competitor once, and medians over the rounds are compared with that of a baseline.
 """
 
 import gc
@@ -17,21 +17,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 import iep
 from iep.evaluation.json_report import align_rows
 from iep.runtime.devices import is_out_of_memory
 from iep.runtime.files import check_writable, write_bytes, write_json
-from iep.runtime.pictures import save
 
-LIMIT, TOTAL = "limit", "total"
+TOTAL = "total"
 MIN_REPEATS, MIN_SAMPLES = 3, 64
 """The rounds of a slow competitor, and the fewest samples of a round. A round runs several small minibatches, because
 programs, trees and sentences differ much in size."""
-CPU, ENDS = torch.device("cpu"), ("median", "lower", "upper")
+CPU = torch.device("cpu")
 Fact = Any
 """A number or text, which has a column in the table; lists and mappings are in the JSON file alone."""
 Row = dict[str, Any]
@@ -43,16 +40,12 @@ class Competitor:
 
     Attributes:
         measure: run one round, and return the seconds that each part took for a minibatch (the mean over several).
-        total: the parts that add up to the whole; None for all of them.
         facts: return values that are counted rather than timed, such as calls; called once, after the last round.
-        limit: the name of the competitor that this one cannot beat.
     """
 
     name: str
     measure: Callable[[], Mapping[str, float]]
-    total: tuple[str, ...] | None = None
     facts: Callable[[], Mapping[str, Fact]] = dict
-    limit: str = LIMIT
 
 
 @dataclass(frozen=True)
@@ -81,17 +74,13 @@ class Benchmark:
     Attributes:
         description: one or more lines for the head of the table.
         cases: the cases, small ones first; they may be created while the benchmark runs.
-        over: the key of the cases' settings that is the horizontal axis of the picture.
         unit: the name of a sample, such as `question`.
-        pictures: functions that draw further pictures, by name; `cases` may add to them.
     """
 
     description: str
     cases: Iterable[Case]
-    over: str
     unit: str
     device: torch.device = CPU
-    pictures: dict[str, Callable[[], Figure]] = field(default_factory=dict)
 
 
 def seconds(run: Callable[[], object], *devices: torch.device) -> float:
@@ -135,24 +124,19 @@ def compare(case: Case, repeat: int, max_seconds: float) -> list[Row]:
         if not running:
             break
     gc.unfreeze()
-    rows = [_row(each, case, rounds[each.name], left_out.get(each.name)) for each in case.competitors]
+    rows = []
+    for each in case.competitors:
+        row: Row = {"name": each.name, "facts": {}, "left_out": left_out.get(each.name), "seconds": {}, "speedup": None}
+        if each.name not in left_out:
+            parts = {part: spread([times[part] for times in rounds[each.name]]) for part in rounds[each.name][0]}
+            total = spread([sum(times.values()) for times in rounds[each.name]])
+            row |= {"facts": each.facts(), "seconds": {**parts, TOTAL: total}}
+        rows.append(row)
     medians = {row["name"]: row["seconds"][TOTAL]["median"] for row in rows if row["seconds"]}
-    medians = {name: median for name, median in medians.items() if median >= 1e-6}  # less is beyond the timer
-    for each, row in zip(case.competitors, rows, strict=True):
-        for ratio, other in (("speedup", case.baseline), ("share_of_limit", each.limit)):
-            row[ratio] = medians[other] / medians[each.name] if {other, each.name} <= medians.keys() else None
+    for row in rows:
+        if {case.baseline, row["name"]} <= medians.keys():
+            row["speedup"] = medians[case.baseline] / medians[row["name"]]
     return rows
-
-
-def _row(competitor: Competitor, case: Case, rounds: Sequence[Mapping[str, float]], left_out: str | None) -> Row:
-    row: Row = {"name": competitor.name, "facts": {}, "left_out": left_out, "seconds": {}, "samples_per_second": None}
-    if left_out is None:
-        total = spread([sum(times[part] for part in competitor.total or times) for times in rounds])
-        parts = {part: spread([times[part] for times in rounds]) for part in rounds[0]}
-        speeds = {name: case.size / total[end] for name, end in zip(ENDS, ("median", "upper", "lower"), strict=True)}
-        row |= {"facts": competitor.facts(), "seconds": {**parts, TOTAL: total}}
-        row["samples_per_second"] = {**speeds, "repeats": total["repeats"]}
-    return row
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -164,42 +148,33 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def run_benchmark(
     benchmark: Benchmark, repeat: int, max_seconds: float, command: str, name: str = "", out: Path | None = None
-) -> list[tuple[Case, list[Row]]]:
-    """Measure every case, print its table, and write `NAME.txt`, `NAME.json` and `NAME.png` to `out`, if given.
+) -> None:
+    """Measure every case, print its table, and write `NAME.txt` and `NAME.json` to `out`, if given.
 
-    The table and the JSON file are rewritten after every comparison, and the picture is drawn at the end, so that an
-    interruption loses only the comparison that it interrupts.
+    The files are rewritten after every comparison, so that an interruption loses only the comparison that it
+    interrupts.
 
     Raises:
         OSError: a file cannot be written.
     """
-    text, data, picture = files = [(out or Path()) / f"{name}{ending}" for ending in (".txt", ".json", ".png")]
+    text, data = files = [(out or Path()) / f"{name}{ending}" for ending in (".txt", ".json")]
     if out is not None:
         check_writable(files)
     head = {"command": command, "machine": machine_line(benchmark.device), "description": benchmark.description}
-    texts, compared = ["\n".join([f"$ {command}", head["machine"], benchmark.description])], []
+    effort = {"repeat": repeat, "max_seconds": max_seconds}
+    texts, comparisons = ["\n".join([f"$ {command}", head["machine"], benchmark.description])], []
     print(texts[0], flush=True)
-    try:
-        for case in benchmark.cases:
-            compared.append((case, compare(case, repeat, max_seconds)))
-            texts.append(table(*compared[-1], benchmark.unit))
-            print(f"\n{texts[-1]}", flush=True)
-            if out is not None:
-                found = [
-                    {**case.setting, **case.facts, "size": case.size, "baseline": case.baseline, "rows": rows}
-                    for case, rows in compared
-                ]
-                effort = {"repeat": repeat, "max_seconds": max_seconds}
-                write_json(data, {**head, "effort": effort, "comparisons": found}, indent=2)
-                write_bytes(text, ("\n\n".join(texts) + "\n").encode())
-    finally:
-        if out is not None and compared:
-            save(draw(compared, benchmark.over, benchmark.unit, head["machine"]), picture)
-            for each, make in benchmark.pictures.items():
-                files.append(picture.with_stem(f"{name}-{each}"))
-                save(make(), files[-1])
-            print(f"\nWrote {', '.join(map(str, files))}")
-    return compared
+    for case in benchmark.cases:
+        rows = compare(case, repeat, max_seconds)
+        texts.append(table(case, rows, benchmark.unit))
+        print(f"\n{texts[-1]}", flush=True)
+        about = {**case.setting, **case.facts, "size": case.size, "baseline": case.baseline}
+        comparisons.append({**about, "rows": rows})
+        if out is not None:
+            write_json(data, {**head, "effort": effort, "comparisons": comparisons}, indent=2)
+            write_bytes(text, ("\n\n".join(texts) + "\n").encode())
+    if out is not None:
+        print(f"\nWrote {', '.join(map(str, files))}")
 
 
 def machine_line(device: torch.device) -> str:
@@ -216,9 +191,9 @@ def machine_line(device: torch.device) -> str:
 
 def table(case: Case, rows: Sequence[Row], unit: str) -> str:
     """Return a title, a table with a line for each row, and a line for each competitor that was left out."""
-    rounds = max((row["samples_per_second"]["repeats"] for row in rows if row["seconds"]), default=0)
+    rounds = max((row["seconds"][TOTAL]["repeats"] for row in rows if row["seconds"]), default=0)
     title = f"{_described({**case.setting, **case.facts})}; milliseconds for {case.size} {unit}{'s' * (case.size > 1)}"
-    lines = [_cells(row, unit) for row in rows]
+    lines = [_cells(row, case.size, unit) for row in rows]
     headings = list(dict.fromkeys(heading for line in lines for heading in line))
     columns = ([heading, *(line.get(heading, "-") for line in lines)] for heading in headings)
     aligned = align_rows([*zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)])
@@ -226,15 +201,14 @@ def table(case: Case, rows: Sequence[Row], unit: str) -> str:
     return "\n".join([f"{title}, median of up to {rounds} rounds", aligned, *notes])
 
 
-def _cells(row: Row, unit: str) -> dict[str, str]:
+def _cells(row: Row, size: int, unit: str) -> dict[str, str]:
     facts = {name: short(fact) for name, fact in row["facts"].items() if not isinstance(fact, dict | list)}
     parts = {part: short(1000 * taken["median"]) for part, taken in row["seconds"].items() if part != TOTAL}
     cells = {"strategy": row["name"], **facts, **parts}
-    if speed := row["samples_per_second"]:
-        cells[f"{unit}s/s"] = short(speed["median"])
-        cells["quartiles"] = f"{short(speed['lower'])}-{short(speed['upper'])}"
+    if total := row["seconds"].get(TOTAL):
+        cells[f"{unit}s/s"] = short(size / total["median"])
+        cells["quartiles"] = f"{short(size / total['upper'])}-{short(size / total['lower'])}"
         cells["speed-up"] = short(row["speedup"] and f"{row['speedup']:.2f}x")
-        cells["of limit"] = short(row["share_of_limit"] and f"{100 * row['share_of_limit']:.0f}%")
     return cells
 
 
@@ -250,32 +224,3 @@ def short(value: float | str | None) -> str:
 
 def _described(setting: Mapping[str, Fact]) -> str:
     return ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in setting.items())
-
-
-def draw(compared: Sequence[tuple[Case, list[Row]]], over: str, unit: str, subtitle: str) -> Figure:
-    """Draw milliseconds per sample against the setting `over` on logarithmic scales (Suarez & Zhu 2017, figure 2).
-
-    Each competitor is a line, dashed for limits, with quartiles as bars. Each value of the other settings has its own
-    panel.
-    """
-    panels: dict[str, dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
-    for case, rows in compared:
-        lines = panels[_described({name: value for name, value in case.setting.items() if name != over})]
-        for row in (row for row in rows if row["seconds"]):
-            taken = row["seconds"][TOTAL]
-            lines[row["name"]].append([case.setting[over], *(1000 / case.size * taken[end] for end in ENDS)])
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    figure = Figure(figsize=(3 + 4 * len(panels), 4.5), layout="constrained")
-    drawn: dict[str, Any] = {}
-    for axis, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for name, points in lines.items():
-            x, median, lower, upper = np.array(sorted(points)).T
-            look = {"marker": "osv^D<>pX*hP"[names.index(name) % 12], "color": f"C{names.index(name) % 10}"}
-            look |= {"linestyle": "--" if name.startswith(LIMIT) else "-", "linewidth": 1}
-            drawn[name] = axis.errorbar(x, median, yerr=[median - lower, upper - median], **look)
-        axis.set_xscale("symlog", linthresh=1)  # a size may be 0
-        axis.set(yscale="log", title=title, xlabel=over, ylabel=f"milliseconds per {unit}")
-        axis.grid(True, which="both", alpha=0.2)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside right upper", fontsize="small")
-    figure.suptitle(subtitle, fontsize="small")
-    return figure

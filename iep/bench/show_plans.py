@@ -1,25 +1,22 @@
-"""Show which functions of which programs run in which call, as text and as a picture: `iep-bench plan`.
+"""Show which functions of which programs run in which call, as text and as an SVG: `iep-bench plan`.
 
 A node is named by its example and by the position of its token in the example's program, both from 0: `2.0` is the root
 of example 2. A node that several tokens share has the name of the first. No module is run.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.colors import hsv_to_rgb
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 
 from iep.batching.plan import Plan
 from iep.batching.schedulers import lower_bound
 from iep.bench.strategy import Strategy
-from iep.bench.workload import encode, programs_of
+from iep.bench.workload import encode
 from iep.config import EngineConfig
 from iep.data.question_file import load_vocab, open_split
 from iep.errors import InputError, nearest
@@ -38,11 +35,10 @@ from iep.execution_engine.roles import MAP
 from iep.models.build import build, network_kwargs
 from iep.programs import SCENE
 from iep.runtime.files import check_writable, write_bytes, write_json
-from iep.runtime.pictures import save
 from iep.vocab import Vocab
 
-LEAF, ROW = 1.6, 0.4
-"""The width of a leaf and the height of a call in a picture, in inches."""
+LEAF, BOX, ROW = 130, 120, 29
+"""The width of a leaf, that of a token's box, and the height of a call in a picture, in pixels."""
 GOLDEN = 0.618
 """The step from the hue of one function to that of the next: the golden ratio, whose multiples are far apart."""
 FEATURE_SHAPE = (1024, 14, 14)
@@ -92,55 +88,50 @@ def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Token]]) -> list[dic
     ]
 
 
-def draw_plan(
-    axis: Axes, title: str, plan: ProgramPlan, examples: Sequence[Sequence[Token]], labels: Sequence[str]
-) -> None:
-    """Draw the programs' trees side by side: each call is a row, with one outline around the nodes that it runs.
+def draw_plan(title: str, plan: ProgramPlan, labels: Sequence[str]) -> str:
+    """Return an SVG of the programs' trees, in which each call is a row with an outline around the nodes that it runs.
 
     The calls follow each other from top to bottom, as in the printed plan. A root lies below all nodes that it reads,
-    with its example's label under it. Outlines never overlap, since each has a row of its own.
+    with its example's label under it.
     """
     row_of = {node: row for row, group in enumerate(plan.schedule) for node in group.nodes.tolist()}
     leaves, spans = 0, defaultdict(list)
-    color_of: dict[str, tuple[float, ...]] = {SCENE: (0.0, 0.0, 0.0)}
-    for tokens, label in reversed(list(zip(examples, labels, strict=True))):
+    hue_of, edges, boxes = {SCENE: "hsl(0 0%"}, [], []
+
+    def text(x: float, row: float, content: str, look: str = 'text-anchor="middle"') -> str:
+        return f'<text x="{x:g}" y="{ROW * row + 4:g}" {look}>{escape(content)}</text>'
+
+    def rect(x: float, y: float, width: float, height: float, look: str) -> str:
+        return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" {look}/>'
+
+    for tokens, label in reversed(list(zip(walk(plan), labels, strict=True))):
         x: dict[int, float] = {}
         for position in reversed(range(len(tokens))):  # arguments come after what reads them
             arguments = [x[other] for other in x if tokens[other].parent == position]
             leaves += not arguments
-            x[position] = float(np.mean(arguments)) if arguments else -float(leaves)
+            x[position] = float(np.mean(arguments)) if arguments else -float(LEAF * leaves)
         for position, token in enumerate(tokens):
-            row = row_of.get(token.node, -1)  # the stems are above the first call
-            spans[row].append(x[position])
+            row, at = row_of.get(token.node, -1), x[position]  # the stems are above the first call
+            spans[row].append(at)
             if token.parent is not None:
-                below = row_of[tokens[token.parent].node]
-                axis.plot([x[position], x[position], x[token.parent]], [row, below - 0.8, below], color="0.7", zorder=1)
-            if token.name not in color_of:
-                color_of[token.name] = tuple(hsv_to_rgb((GOLDEN * len(color_of) % 1, 0.75, 0.8)))
-            face = [0.75 + 0.25 * part for part in color_of[token.name]]
-            box = {"boxstyle": "round", "facecolor": face, "edgecolor": color_of[token.name]}
-            axis.text(x[position], row, token.name, ha="center", va="center", fontsize=8, bbox=box)
-        axis.text(x[0], len(plan.schedule), label, ha="center", va="center", fontsize=8, style="italic")
+                below = ROW * row_of[tokens[token.parent].node]
+                edges.append(f"M{at:g} {ROW * row}V{below - 0.8 * ROW:g}L{x[token.parent]:g} {below}")
+            hue = hue_of.setdefault(token.name, f"hsl({360 * GOLDEN * len(hue_of) % 360:.0f} 60%")
+            boxes.append(rect(at - BOX / 2, ROW * row - 9, BOX, 18, f'rx="4" fill="{hue} 92%)" stroke="{hue} 45%)"'))
+            boxes.append(text(at, row, token.name))
+        boxes += [text(x[0], len(plan.schedule) + n / 2, line) for n, line in enumerate(label.splitlines())]
     for row, xs in spans.items():
-        corner, size = (min(xs) - 0.47, row - 0.36), (max(xs) - min(xs) + 0.94, 0.72)
-        shape = {"boxstyle": "round,pad=0,rounding_size=0.06", "mutation_aspect": LEAF / ROW}
-        axis.add_patch(FancyBboxPatch(corner, *size, **shape, fill=False, edgecolor="0.4", linestyle="dashed"))
-        name = "stems" if row < 0 else f"call {row}"
-        axis.text(-leaves - 0.6, row, name, ha="right", va="center", fontsize=8, color="0.3")
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.set(xlim=(-leaves - 1.1, -0.5), ylim=(len(plan.schedule) + 0.5, min(spans) - 0.5))
-    axis.set_axis_off()
-
-
-def draw_plans(plans: Sequence[tuple[str, ProgramPlan, Sequence[Sequence[Token]]]], labels: Sequence[str]) -> Figure:
-    """Draw plans of the same programs below each other; each has a title, and examples as `walk` yields them."""
-    rows = [len(plan.schedule) + 3 for _, plan, _ in plans]
-    figure = Figure(layout="constrained")
-    axes = figure.subplots(len(plans), squeeze=False, height_ratios=rows)[:, 0]
-    for axis, shown in zip(axes, plans, strict=True):
-        draw_plan(axis, *shown, labels)
-    figure.set_size_inches(min(200, LEAF * np.ptp(axes[0].get_xlim())), min(200, ROW * sum(rows)))
-    return figure
+        outline = min(xs) - LEAF / 2 + 2, ROW * row - 12, max(xs) - min(xs) + LEAF - 4, 24
+        boxes.append(rect(*outline, 'rx="4" fill="none" stroke="#666" stroke-dasharray="4 2"'))
+        boxes.append(text(-LEAF * (leaves + 0.6), row, "stems" if row < 0 else f"call {row}", 'text-anchor="end"'))
+    left, top = -LEAF * (leaves + 1), ROW * (min(spans) - 1.5)
+    width, height = LEAF * (leaves + 0.5), ROW * (len(plan.schedule) + 1.5) - top
+    background = rect(left, top, width, height, 'fill="white"')
+    heading = text(left + 4, min(spans) - 1, title, 'font-size="13"')
+    lines = f'<path d="{"".join(edges)}" fill="none" stroke="#b3b3b3" stroke-width="1.5"/>'
+    frame = f'width="{width:g}" height="{height:g}" viewBox="{left:g} {top:g} {width:g} {height:g}"'
+    look = f'xmlns="http://www.w3.org/2000/svg" {frame} font-family="sans-serif" font-size="10"'
+    return "\n".join([f"<svg {look}>", background, heading, lines, *boxes, "</svg>\n"])
 
 
 def rows_copied(plan: Plan, column: int) -> int:
@@ -149,38 +140,15 @@ def rows_copied(plan: Plan, column: int) -> int:
     return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
 
 
-def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
-    """Return a lower bound of the time of a placed plan, in the unit of `cost_of_row`.
-
-    A call takes the cost of its rows, a device runs one call at a time, and copies take no time.
-    """
-    clocks = [0.0] * plan.num_devices
-    ready = [np.zeros(column.num_rows) for column in plan.columns]
-    for call in plan.calls:
-        time = max([0.0, *(ready[each.column][plan.rows(each)].max() for each in call.arguments)])
-        if call.op >= 0:
-            device = call.results[0].column % plan.num_devices
-            time = clocks[device] = max(clocks[device], time) + call.size * cost_of_row[call.op]
-        for result in call.results:
-            ready[result.column][result.rows] = time
-    return max(clocks)
-
-
 def describe_copies(plan: ProgramPlan, costs: Costs) -> str:
-    """Return a description of the copies between the devices of a placed plan in float32, and of its least time."""
+    """Return a description of the copies between the devices of a placed plan in float32."""
     kinds, total = [], 0
     for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=False)):
         if (copied := rows_copied(plan.plan, column)) or column == MAP:
             kinds.append(f"{copied} {name} of {size * FLOAT32_BYTES:,} bytes")
         total += copied * size * FLOAT32_BYTES
-    flops = {op: costs.flops[token] for op, token in enumerate(plan.program_tokens) if token in costs.flops}
-    alone = sum(call.size * flops[call.op] for call in plan.plan.calls if call.op >= 0)
-    share = least_time(plan.plan, flops) / alone if alone else 1
-    return (
-        f"  the forward pass copies {' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the backward "
-        "pass as many gradients\n"
-        f"  together, the devices take at least {share:.0%} of one device's time for the modules"
-    )
+    copies = f"{' and '.join(kinds)} between devices ({total / 1e6:.4g} MB)"
+    return f"  the forward pass copies {copies}, and the backward pass as many gradients"
 
 
 def show_plans(
@@ -198,12 +166,14 @@ def show_plans(
 ) -> None:
     """Show programs, which are given as text or are the first of a preprocessed split, and each strategy's calls.
 
+    The picture shows the calls of the first strategy.
+
     Raises:
         InputError: a token is unknown (the nearest is suggested), the split is missing or has no programs, a placement
             does not fit, or the modules cannot run these functions or this setting of scene.
     """
     check_options(placement, devices)
-    text_file, calls_file, picture = files = [(out or Path()) / f"plan{ending}" for ending in (".txt", ".json", ".png")]
+    text_file, calls_file, picture = files = [(out or Path()) / f"plan{ending}" for ending in (".txt", ".json", ".svg")]
     if out is not None:
         check_writable(files)
     vocab = Vocab.clevr() if data is None else load_vocab(data)
@@ -212,7 +182,9 @@ def show_plans(
         image_idxs_B = np.arange(len(programs)) // questions_per_image
     else:
         questions = open_split(data, split, vocab, False, num_samples).questions
-        programs_BL, image_idxs_B = programs_of(questions), questions.image_idxs
+        programs_BL, image_idxs_B = questions.programs, questions.image_idxs
+        if programs_BL is None:
+            raise InputError(f"{questions.path}: has no programs; choose another --split")
     with torch.device("meta"):
         engine = build(
             "engine", network_kwargs("engine", EngineConfig(modules=modules, scene=scene), vocab, FEATURE_SHAPE)
@@ -221,7 +193,7 @@ def show_plans(
         sample = Sample(programs_BL, image_idxs_B, "these programs")
         costs = costs_of(engine, sample)
         engine.placement = make_placement(placement, devices, engine.parts, costs.work, sample.source)
-    image_rows_B, texts, calls, shown = np.unique(image_idxs_B, return_inverse=True)[1], [], {}, []
+    image_rows_B, texts, calls, drawn = np.unique(image_idxs_B, return_inverse=True)[1], [], {}, ""
     for strategy in strategies:
         planner = engine.planner(strategy.batching, strategy.sharing, execution=strategy.execution)
         plan = planner(programs_BL, image_rows_B=image_rows_B)
@@ -242,13 +214,13 @@ def show_plans(
         if placement != NONE:
             placed = describe_placement(placement, engine.placement, costs.work)
             texts.append(f"{placed}\n{describe_copies(plan, costs)}")
-        shown.append((title, plan, examples))
+        drawn = drawn or draw_plan(title, plan, [f"example {example}" for example in range(len(programs_BL))])
     text = "\n\n".join(texts)
     print(text)
     if out is not None:
         write_json(calls_file, calls, indent=2)
         write_bytes(text_file, f"{text}\n".encode())
-        save(draw_plans(shown, [f"example {example}" for example in range(len(programs_BL))]), picture)
+        write_bytes(picture, drawn.encode())
         print(f"\nWrote {', '.join(map(str, files))}")
 
 

@@ -56,7 +56,7 @@ def choices(flag: str, name: str, known: tuple[str, ...], what: str) -> Callable
     return option(flag, name, type=CommaList(click.Choice(known)), default=",".join(known), help=what)
 
 
-out = option("--out", type=DirectoryPath(), help="Directory for the text, all values (JSON) and a picture.")
+out = option("--out", type=DirectoryPath(), help="Directory for the text and all values (JSON).")
 seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of all random numbers.")
 threads = option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]")
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
@@ -127,7 +127,6 @@ def main() -> None:
 @main.command(cls=RecordedCommand)
 @option("--batch-sizes", type=SIZES, default="1,4,16,64,256,1024", help="Questions per minibatch.")
 @batching(ALL, *OPTIONS, *GROUPED, *PRECISIONS)
-@data
 @option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Generated questions per image.")
 @option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Shape of generated features.")
 @option("--config", "config_file", type=PATH, help="YAML file of settings, or the name of a config, such as mini/ee.")
@@ -141,11 +140,10 @@ def main() -> None:
 @click.argument("settings", nargs=-1, metavar="[engine.KEY=VALUE]...")
 @click.pass_context
 def engine(ctx: click.Context, config_file: Path | None, modules: str, settings: tuple[str, ...], **given: Any) -> None:
-    """Measure the execution engine under every strategy, and its limit.
+    """Measure the execution engine under every strategy, on generated questions and random features.
 
     The engine has its full size unless KEY=VALUE arguments (engine.module_dim=16) or --config say otherwise.
     """
-    exclude(ctx, "questions_per_image", "feature_shape")
     for setting in settings:
         if not setting.startswith("engine.") or "=" not in setting:
             raise InputError(f"{setting!r}: expected engine.key=value, such as engine.module_dim=16")
@@ -174,7 +172,8 @@ def plan(ctx: click.Context, **given: Any) -> None:
     """Show which nodes of which programs run in which module call.
 
     For example: iep-bench plan --program "count filter_color[red] scene". A node is named
-    example.token, where both numbers begin at 0.
+    example.token, where both numbers begin at 0. With --out, an SVG shows the calls of the first
+    of several strategies.
     """
     if bool(given["programs"]) == (given["data"] is not None):
         raise click.UsageError("expected either --program or --data")

@@ -61,7 +61,7 @@ SECTIONS = {
     "Engine": ("batching", "sharing", "execution", "defer_weight_grads", "precision", "features_in_memory"),
     "Devices": ("device", "placement", "devices"),
     "Asynchronous training": (
-        *("asynchronous", "num_threads", "max_active_keys", "min_update_frequency", "replicas"),
+        *("asynchronous", "num_threads", "max_active_keys", "min_update_frequency"),
         "backward_weights",
     ),
 }
@@ -140,12 +140,6 @@ def print_settings(ctx: click.Context, param: click.Parameter, model: str | None
     type=UpdateFrequency(),
     help="Asynchronous: number of calls after which a part is updated; auto is the number that it has in a minibatch.  "
     "[default: auto]",
-)
-@click.option(
-    "--replicas",
-    type=CommaList(click.STRING),
-    metavar="PART=N[,PART=N...]",
-    help="Asynchronous: parts that N workers hold, such as stem=2; their weights are averaged before each validation.",
 )
 @click.option(
     "--backward-weights",

@@ -20,9 +20,9 @@ import torch
 
 from iep.data.hdf5 import REMEDY, open_hdf5, read_attributes
 from iep.errors import InputError
+from iep.runtime.devices import available_memory
 from iep.runtime.distributed import attempt, barrier, broadcast, gather, local_rank
 from iep.runtime.files import arrays_digest, row_checksums
-from iep.runtime.memory import available_memory
 from iep.runtime.reading import reading
 
 LOAD_BYTES = 2**25

@@ -20,8 +20,8 @@ from iep.errors import InputError, nearest
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import listing, value_digest
+from iep.runtime.devices import available_memory
 from iep.runtime.distributed import is_main
-from iep.runtime.memory import available_memory
 from iep.runtime.reading import read_json, reading
 from iep.synth.world import ATTRIBUTES, VALUES
 

@@ -30,15 +30,9 @@ def joined() -> Iterator[None]:
     Raises:
         InputError: torchrun's environment is incomplete or invalid, or the processes cannot reach each other.
     """
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        if not os.environ.get(name, "0").isdecimal():
-            raise InputError(f"{name} is {os.environ[name]!r}, expected a whole number, as torchrun sets it")
-    size, number = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "not set")
-    if size == 1 or dist.is_initialized():
+    if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
         yield
         return
-    if not number.isdecimal() or int(number) >= size:
-        raise InputError(f"RANK is {number}, expected a number below WORLD_SIZE, which is {size}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # if torchrun itself is killed, this process stops and saves
     try:
@@ -116,12 +110,7 @@ def torchrun_identity() -> str | None:
 
 def barrier() -> None:
     """Wait until all processes call this."""
-    any_rank(False)
-
-
-def any_rank(flag: bool) -> bool:
-    """Return whether `flag` is set in any process; all processes get the same answer."""
-    return bool(total(torch.tensor(int(flag))))
+    total(torch.zeros(()))
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
@@ -151,28 +140,6 @@ def broadcast(value: T) -> T:
     return values[0]
 
 
-Trouble = tuple[int, Exception]
-"""The position in the work at which a process failed, and the error."""
-
-
-def first_trouble(trouble: Trouble | None) -> Trouble | None:
-    """Return the trouble with the lowest position in any process, in every process; None if there is none."""
-    troubles = gather(trouble)
-    return broadcast(min(filter(None, troubles), key=lambda each: each[0], default=None) if is_main() else None)
-
-
-def end_with(error: Exception) -> None:
-    """End this process; only the main process reports `error`.
-
-    Raises:
-        Exception: `error`, in the main process.
-        SystemExit: in the others.
-    """
-    if is_main():
-        raise error
-    sys.exit(1)
-
-
 def attempt(make: Callable[[], T], here: bool = True) -> T | None:
     """Return what `make()` returns in the processes where `here` is set, and None in the others.
 
@@ -180,14 +147,20 @@ def attempt(make: Callable[[], T], here: bool = True) -> T | None:
         InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
         OSError: `make` raised it in some process, which is handled in the same way.
     """
-    made = trouble = None
+    made = error = None
     try:
         made = make() if here else None
-    except (InputError, OSError) as error:
-        trouble = rank(), error
-    if any_rank(trouble is not None):
-        number, error = first_trouble(trouble)
-        end_with(InputError(f"process {number}: {error}") if number and isinstance(error, InputError) else error)
+    except (InputError, OSError) as caught:
+        error = caught
+    errors = [error]
+    if world_size() > 1:
+        errors *= world_size()
+        dist.all_gather_object(errors, error)
+    for number, error in enumerate(errors):
+        if error is not None:
+            if not is_main():
+                sys.exit(1)
+            raise InputError(f"process {number}: {error}") if number and isinstance(error, InputError) else error
     return made
 
 

@@ -6,7 +6,6 @@ The kernel keeps the lock, on a small file (`filelock`). It is released when its
 on other machines respect it if the file system supports that.
 """
 
-import errno
 import os
 import shutil
 import socket
@@ -23,7 +22,6 @@ from iep.runtime.files import os_errors_name, remove_temporaries
 LOCK = ".lock"
 WAIT_SECONDS = 0.25
 """The time to wait for a lock: workers of a killed process end a moment after it and hold its lock until then."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -34,7 +32,7 @@ def alone_in(directory: Path, *targets: str) -> Iterator[None]:
     processes left for `targets` (patterns of file names) are removed.
 
     Raises:
-        InputError: another process has locked `directory`, or its file system does not support locks.
+        InputError: another process has locked `directory`.
         OSError: the directory or the lock file cannot be created.
     """
     with _existing(directory), held(directory / LOCK, directory):
@@ -51,8 +49,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     so that `target` appears with all its files or not at all; that of a killed process is removed at the beginning.
 
     Raises:
-        InputError: `target` exists and is not empty, another process is writing it, or its file system does not
-            support locks.
+        InputError: `target` exists and is not empty, or another process is writing it.
         OSError: the block or the rename failed. Its `filename` is `target`, never a temporary path.
     """
     final = target.resolve()
@@ -92,23 +89,16 @@ def held(path: Path, guarded: Path) -> Iterator[None]:
     """Lock the file or directory `guarded` by the lock file `path`, which is removed at the end of the block.
 
     Raises:
-        InputError: another process holds the lock (the message names the process, its machine and since when), or the
-            file system does not support locks, so that two processes could overwrite each other's files.
-        OSError: the lock file cannot be created.
+        InputError: another process holds the lock; the message names the process, its machine and since when.
+        OSError: the lock file cannot be created, or its file system does not support locks.
     """
     lock = FileLock(path, timeout=WAIT_SECONDS, fallback_to_soft=False)
     try:
-        lock.acquire()
+        with os_errors_name(path):
+            lock.acquire()
     except Timeout:
         holder = (path.exists() and path.read_text(errors="replace")) or "another process"
         raise InputError(f"{guarded}: in use by {holder}; wait for it, or choose another directory") from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        raise InputError(
-            f"{path}: cannot be locked, locks are not supported on its file system ({error.strerror}); choose a "
-            "directory on another file system, or mount this one with locks"
-        ) from None
     try:
         with suppress(OSError):  # on a full disk, the lock works without the name of its holder
             since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

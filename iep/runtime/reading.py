@@ -1,7 +1,6 @@
 """The one boundary for files that a user gives: every failure to read one becomes one line that names the file.
 
-JSON and YAML are parsed here as well. Deep nesting, long numbers and YAML aliases, by which a small file could take
-unlimited time or memory, are errors of the same kind.
+JSON and YAML are parsed here as well.
 """
 
 import json
@@ -39,16 +38,9 @@ def reading(path: Path | str, what: str) -> Iterator[None]:
         missing = Path(error.filename or path)
         expected = f", expected {what}" if missing == path else ""
         raise InputError(f"{missing}: no such file{expected}") from None
-    except NotADirectoryError:
-        parent = next(each for each in path.parents if each.exists())
-        raise InputError(f"{parent}: is a file, expected a directory that holds {path.name}") from None
     except InputError as error:
         text = str(error)
         raise (error if text.startswith(str(path)) else InputError(f"{path}: {text}")) from None
-    except RecursionError:
-        raise InputError(f"{path}: not {what} (it is nested too deeply)") from None
-    except MemoryError:
-        raise InputError(f"{path}: not {what} that fits into memory") from None
     except Exception as error:  # libraries raise all kinds of errors for damaged files
         reason = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise InputError(f"{path}: not {what} ({reason})") from None
@@ -80,7 +72,7 @@ def read_yaml(path: Path | str, what: str = "a YAML file") -> Any:
     """Return the YAML value in the file `path`.
 
     Raises:
-        InputError: the file is missing, cannot be read, is not YAML, repeats a key, or uses an alias.
+        InputError: the file is missing, cannot be read, is not YAML, or repeats a key.
     """
     with reading(path, what):
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
@@ -90,27 +82,18 @@ def parse_yaml(text: str) -> Any:
     """Return the YAML value in `text`.
 
     Raises:
-        InputError: the text is not YAML, repeats a key, or uses an alias, by which a short text can expand to billions
-            of items.
+        InputError: the text is not YAML, or repeats a key.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except InputError:
         raise
-    except RecursionError:
-        raise InputError("not usable YAML, it is nested too deeply") from None
     except Exception as error:  # PyYAML raises KeyError, ValueError and others for wrong tags and dates
         raise InputError(f"not YAML ({shorten(str(error), 300, placeholder=' ...')})") from None
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, for which aliases and repeated keys are errors."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise InputError(f"line {event.start_mark.line + 1}: YAML aliases (*{event.anchor}) are not supported")
-        return super().compose_node(parent, index)
+    """PyYAML's safe loader, for which a repeated key is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()

@@ -2,8 +2,7 @@
 
 Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is. Inside `deferred()`
 the exception is delayed until the end of the block. A second signal ends the process at once, as is the system's
-default. `cli/command.py` prints the line and exits; `training/loop.py` saves a
-stopped training run.
+default. `cli/command.py` prints the line and exits; `training/loop.py` saves a stopped training run.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _PR_SET_PDEATHSIG = 1
 
-_asked: signal.Signals | None = None
+_stop_signal: signal.Signals | None = None
 _depth = 0
 _process: int | None = None
 
@@ -58,7 +57,7 @@ def handled() -> Iterator[None]:
 
     This has no effect outside of the main thread and inside another `handled()`.
     """
-    global _asked, _process
+    global _stop_signal, _process
     if threading.current_thread() is not threading.main_thread() or _process == os.getpid():
         yield
         return
@@ -70,7 +69,7 @@ def handled() -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.unraisablehook = hook
-            _process, _asked = None, None
+            _process, _stop_signal = None, None
 
 
 @contextmanager
@@ -93,8 +92,8 @@ def deferred() -> Iterator[None]:
     """
     with answering():
         yield
-    if _asked is not None and not _depth:
-        raise Stopped(_asked)
+    if _stop_signal is not None and not _depth:
+        raise Stopped(_stop_signal)
 
 
 def default_signals() -> AbstractContextManager[None]:
@@ -102,29 +101,29 @@ def default_signals() -> AbstractContextManager[None]:
     return _installed(dict.fromkeys(SIGNALS, signal.SIG_DFL))
 
 
-def asked() -> signal.Signals | None:
+def stop_signal() -> signal.Signals | None:
     """Return the signal that asked this process to stop, or None."""
-    return _asked
+    return _stop_signal
 
 
 def _answer(number: int, frame: FrameType | None) -> None:
-    global _asked
+    global _stop_signal
     if os.getpid() != _process:
         return  # a child that has no handlers of its own yet; its parent decides when it ends
     if number != signal.SIGALRM:
-        if _asked is not None:
+        if _stop_signal is not None:
             return  # only under torchrun, see below
-        _asked = signal.Signals(number)
+        _stop_signal = signal.Signals(number)
         # torchrun sends SIGTERM to its processes even after they got a SIGINT or SIGTERM; there, only Ctrl-C is a
         # second signal. It kills processes that do not end in half a minute.
         for again in (signal.SIGINT,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
             signal.signal(again, signal.SIG_DFL)
-    if _asked is None or _depth:
+    if _stop_signal is None or _depth:
         return
     if _is_importing(frame):
         signal.setitimer(signal.ITIMER_REAL, 0.05)  # later
         return
-    raise Stopped(_asked)
+    raise Stopped(_stop_signal)
 
 
 def _note_lost(lost: "sys.UnraisableHookArgs") -> None:

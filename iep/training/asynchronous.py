@@ -11,7 +11,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,14 +24,14 @@ from iep.asynchronous.processes import PeerError, Peers
 from iep.asynchronous.trainer import AsynchronousTrainer, Instance, Run
 from iep.config import Config
 from iep.data.datasets import Batch
-from iep.errors import InputError, nearest
+from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import BALANCED, NONE, Placement
-from iep.execution_engine.program_plan import Planner, ProgramPlan
+from iep.execution_engine.placement import BALANCED, NONE
+from iep.execution_engine.program_plan import Planner
 from iep.program_generator.decode import greedy
 from iep.runtime.devices import autocast, peak_memory
 from iep.runtime.distributed import gather, world_size
-from iep.runtime.signals import Stopped, asked, deferred
+from iep.runtime.signals import Stopped, deferred, stop_signal
 from iep.training.loop import Trainer
 from iep.training.tasks import Metrics
 
@@ -80,37 +79,10 @@ def check_asynchronous(config: Config) -> None:
         raise InputError(f"{sizes}; expected a multiple of instance_size")
 
 
-class InstancePlanner:
-    """Plans instances for the workers, to which it deals the replicas of parts in turn."""
-
-    def __init__(self, engine: ExecutionEngine, config: Config):
-        """Make the planner of a placed engine.
-
-        Raises:
-            InputError: `replicas` names an unknown part, or not 2 replicas or more, or more than there are workers.
-        """
-        self.placement, workers = engine.placement, len(engine.placement.devices)
-        self.replicas: dict[str, int] = {}
-        for text in config.replicas:
-            part, _, number = text.rpartition("=")
-            if part not in engine.parts:
-                raise InputError(f"replicas: {text!r} names no part of the engine{nearest(part, engine.parts)}")
-            if not number.isdecimal() or not 2 <= int(number) <= workers:
-                raise InputError(f"replicas: {text!r}, expected {part}=N with N from 2 to {workers}, the workers")
-            self.replicas[part] = int(number)
-        attentions = config.attention_penalty > 0
-        self.plan: Planner = engine.planner(
-            config.batching, config.sharing, training=True, attentions=attentions, ends=True
-        )
-        self.count = 0
-
-    def __call__(self, programs_BL: np.ndarray | Tensor, *, image_rows_B: np.ndarray | None = None) -> ProgramPlan:
-        """Return the plan of the next instance."""
-        workers = len(self.placement.devices)
-        shifted = {p: (self.placement.parts[p] + self.count % n) % workers for p, n in self.replicas.items()}
-        placement = Placement(self.placement.devices, self.placement.parts | shifted)
-        self.count += 1
-        return self.plan(programs_BL, image_rows_B=image_rows_B, placement=placement)
+def instance_planner(engine: ExecutionEngine, config: Config) -> Planner:
+    """Return the planner of the instances of a placed engine."""
+    attentions = config.attention_penalty > 0
+    return engine.planner(config.batching, config.sharing, training=True, attentions=attentions, ends=True)
 
 
 def fit_asynchronously(run: Trainer, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
@@ -131,7 +103,7 @@ class _Workers:
 
     def __init__(self, run: Trainer):
         self.run, self.task, self.config = run, run.task, run.config
-        self.engine, self.planner = run.task.engine, InstancePlanner(run.task.engine, run.config)
+        self.engine, self.planner = run.task.engine, instance_planner(run.task.engine, run.config)
         self.stop: signal.Signals | None = None
         """The signal that has asked a process to stop."""
         self.names, self.rate, self.rates, self.newest = self.engine.ops, 0.0, list[float](), 0
@@ -149,16 +121,13 @@ class _Workers:
             config.max_active_keys,
             config.min_update_frequency or 1,
             backward_weights=config.backward_weights,
-            replicas={op: self.planner.replicas.get(part, 1) for op, part in self.names.items()},
             peers=Peers() if world_size() > 1 else None,
             context=lambda: autocast(torch.device(self.engine.placement.devices[0]), config.precision),
         )
-        for replicas in self.trainer.replicas.values():
-            for parameter in replicas[0].weights.values():
+        for state in self.trainer.ops.values():
+            for parameter in state.weights.values():
                 if parameter in run.optimizer.state:
-                    replicas[0].optimizer.state[parameter] = run.optimizer.state[parameter]
-            for copy in replicas[1:] if replicas[0].weights else ():
-                copy.optimizer.load_state_dict(deepcopy(replicas[0].optimizer.state_dict()))
+                    state.optimizer.state[parameter] = run.optimizer.state[parameter]
 
     def fit(self, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
         """Train on the batches in stretches that end with a validation, or when a stop is requested."""
@@ -199,15 +168,15 @@ class _Workers:
             raise InputError(f"{error}; --resume continues from the last checkpoint") from None
         finally:
             torch.set_num_threads(threads)
-            for replicas in self.trainer.replicas.values():
-                if replicas[0].weights:
-                    self.run.optimizer.state.update(replicas[0].optimizer.state)
+            for state in self.trainer.ops.values():
+                if state.weights:
+                    self.run.optimizer.state.update(state.optimizer.state)
 
     def _instances(self, batches: Iterator[Batch], end: int) -> Iterator[Instance]:
         """Yield the instances of all minibatches up to the step `end`, or until a process is asked to stop."""
         run, config = self.run, self.config
         while run.step < end:
-            self.stop = next(filter(None, self._exchange(asked())), None)
+            self.stop = next(filter(None, self._exchange(stop_signal())), None)
             if self.stop is not None:
                 return
             minibatch = list(itertools.islice(batches, config.batch_size // config.instance_size))

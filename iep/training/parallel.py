@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from iep.data.datasets import Batch
 from iep.runtime.distributed import total, world_size
-from iep.runtime.signals import SIGNALS, Stopped, asked
+from iep.runtime.signals import SIGNALS, Stopped, stop_signal
 from iep.training.batch_norm import average_statistics, synchronize_norms
 from iep.training.tasks import Metrics, Task
 
@@ -113,7 +113,7 @@ def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 def _stops() -> list[bool]:
     """Return for each signal whether it has asked this process to stop."""
-    return [asked() == number for number in SIGNALS]
+    return [stop_signal() == number for number in SIGNALS]
 
 
 def _first(stops: Sequence[float]) -> signal.Signals | None:

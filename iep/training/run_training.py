@@ -73,7 +73,7 @@ from iep.runtime.distributed import (
 )
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
-from iep.training.asynchronous import InstancePlanner, check_asynchronous, fit_asynchronously, with_processes
+from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner, with_processes
 from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import RunData, Trainer
@@ -419,7 +419,7 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
         planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
         plan_training = planner(training=True, attentions=config.attention_penalty > 0)
         if config.asynchronous:
-            plan_training = InstancePlanner(trainer.task.engine, config)
+            plan_training = instance_planner(trainer.task.engine, config)
         plan_validation = planner(training=False)
     programs = training.questions.programs
     # A batch of the loader is a minibatch or, in asynchronous training, an instance.
