@@ -51,8 +51,9 @@ class SceneImages:
         """Bytes of one image's pixels."""
         return int(np.prod(self.shape[1:]))
 
+    @property
     def digest(self) -> str:
-        """Return a digest of the names and sizes of the images' files."""
+        """The digest of the names and sizes of the images' files."""
         return value_digest(listing(self._images))
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
