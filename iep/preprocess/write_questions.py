@@ -6,7 +6,6 @@ This module chooses the vocabulary, skips files that are already done, and write
 
 import io
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from iep.preprocess.encode_questions import (
     load_questions,
 )
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, file_digest, is_current, write_recipe
-from iep.runtime.files import arrays_digest, atomic_path, os_errors_name
+from iep.runtime.files import arrays_digest, write_bytes
 from iep.vocab import Vocab
 
 
@@ -105,17 +104,14 @@ def preprocess_questions(
             check_images(load(split), count)
         arrays[split] = encode(load(split), vocab, source, options.encode_unk)
 
-    made = {}
-    with ExitStack() as stack:  # all files are written beside their targets before any is renamed
-        if not vocab_is_done:
-            vocab.save(_temporary(stack, vocab_path))
-            sizes = f"{len(vocab.question)} question, {len(vocab.program)} program, {len(vocab.answer)} answer tokens"
-            made[vocab_path] = sizes
-        for split in todo:
-            _write(_temporary(stack, targets[split]), arrays[split], recipes[split] | {"vocab_from": made_from})
-            made[targets[split]] = f"{len(arrays[split]['questions'])} questions"
-    for path in (vocab_path, *targets.values()):
-        say(f"{path}: {made.get(path, 'already done')}")
+    if not vocab_is_done:
+        vocab.save(vocab_path)
+    for split in todo:
+        _write(targets[split], arrays[split], recipes[split] | {"vocab_from": made_from})
+    sizes = f"{len(vocab.question)} question, {len(vocab.program)} program, {len(vocab.answer)} answer tokens"
+    say(f"{vocab_path}: {'already done' if vocab_is_done else sizes}")
+    for split, path in targets.items():
+        say(f"{path}: {len(arrays[split]['questions'])} questions" if split in todo else f"{path}: already done")
     for path in sorted(out.glob("*_questions.h5")):
         if _recorded_if_sound(path).get("vocab_digest", vocab.digest) != vocab.digest:
             say(f"{path}: encoded with another vocabulary than the new vocab.json; preprocess that split again")
@@ -196,10 +192,4 @@ def _write(path: Path, arrays: dict[str, np.ndarray], recipe: Recipe) -> None:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)
         write_recipe(file, {**recipe, CONTENT_DIGEST: arrays_digest(arrays)})
-    path.write_bytes(image.getbuffer())
-
-
-def _temporary(stack: ExitStack, target: Path) -> Path:
-    """Return a temporary file beside `target` that is renamed to it when `stack` closes without an error."""
-    stack.enter_context(os_errors_name(target))
-    return stack.enter_context(atomic_path(target))
+    write_bytes(path, image.getvalue())
