@@ -74,6 +74,7 @@ def main(
     if dry_run:
         click.echo(json.dumps(asdict(options), indent=2))
         return
+    click.echo(f"{out}: {total:,} images with {total * options.questions_per_image:,} questions")
     with alone_in(out, RECORD), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
 
         def progress(split: str, images: int) -> None:

@@ -1,18 +1,12 @@
 """The accuracy of blind guessing: the share of the most common answer to each question type, and their average.
 
 Johnson et al. 2017 (CLEVR, section 4) call this baseline "Q-type mode"; its accuracy on CLEVR is about 42%.
-`python -m iep.cli.balance QUESTIONS.json ...` prints the table of questions files with answers and programs.
 """
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from iep.errors import InputError
 from iep.programs import QUESTION_TYPES, call_token, question_type
-from iep.runtime.reading import reading
-from iep.synth.executor import spelled
 
 
 @dataclass
@@ -60,19 +54,3 @@ def table(tally: Tally) -> str:
     lines.append(f"{'all':<24}{total:>10}  {guessing_accuracy(tally.answers):.1%} by guessing")
     lines.append(f"{tally.modules / max(total, 1):.2f} modules per question besides scene")
     return "\n".join(lines)
-
-
-def tally_file(path: Path) -> Tally:
-    """Return the tally of a CLEVR questions file.
-
-    Raises:
-        InputError: the file cannot be read or is not a question file, or a question has no program or answer, as in
-            the test split.
-    """
-    tally = Tally()
-    with reading(path, "a CLEVR questions file"):
-        for position, question in enumerate(json.loads(path.read_bytes())["questions"]):
-            if "answer" not in question or not question.get("program"):
-                raise InputError(f"question {position} has no answer or no program")
-            tally.add(question["program"], spelled(question["answer"]))
-    return tally
