@@ -229,16 +229,16 @@ def test_questions_that_cannot_be_exported_are_one_line(clevr: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("scene", "form", "message"),
+    ("scenes", "form", "message"),
     [
-        ({"objects": []}, "trl", "image 1 has no scene"),
-        ({"objects": [{}], "directions": {"behind": [1, 0, 0]}}, "nscl", "not a CLEVR scenes file (KeyError"),
+        ([{"objects": []}], "trl", "image 1 has no scene"),
+        ([{"objects": [{}], "directions": {"behind": [1, 0, 0]}}] * 3, "nscl", "not a CLEVR scenes file (KeyError"),
     ],
 )
-def test_scenes_that_do_not_fit_are_one_line(clevr: Path, tmp_path: Path, scene: dict, form: str, message: str):
+def test_scenes_that_do_not_fit_are_one_line(clevr: Path, tmp_path: Path, scenes: list, form: str, message: str):
     path = clevr / "scenes" / "CLEVR_val_scenes.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({"scenes": [scene]}))
+    path.write_text(json.dumps({"scenes": scenes}))
     result = iep_export(clevr, "--format", form, "--split", "val", "--out", tmp_path / "out")
     assert_one_error(result, str(path), message)
 

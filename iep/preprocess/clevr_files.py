@@ -1,8 +1,7 @@
 """A CLEVR directory -> its splits, the paths of its images by index, and its questions and scenes as objects.
 
 This covers CLEVR v1.0, directories of the same layout such as CLEVR-CoGenT, and the question files of CLEVR-Humans and
-of CLOSURE.
-`encode_questions.py` encodes questions, and `images.py` decodes images.
+of CLOSURE. `encode_questions.py` encodes questions, and `images.py` decodes images.
 """
 
 import json

@@ -70,7 +70,7 @@ def preprocess_questions(
     Args:
         files: split -> question file.
         out: the directory of `vocab.json` and `{split}_questions.h5`.
-        num_images: split -> number of its images; a split without images is checked against its features file.
+        num_images: split -> number of its images, of a split that has images.
         overwrite: replace files made from other questions or with other options; otherwise they are errors.
         say: a function that is called with one line for each file.
         verify: read the files that are already done, and check that they are undamaged.
@@ -99,9 +99,8 @@ def preprocess_questions(
 
     arrays = {}
     for split in todo:
-        count = num_images.get(split) or _num_features(split_files(out, split)[1])
-        if count is not None:
-            check_images(load(split), count)
+        if num_images.get(split):
+            check_images(load(split), num_images[split])
         arrays[split] = encode(load(split), vocab, source, options.encode_unk)
 
     if not vocab_is_done:
@@ -168,14 +167,6 @@ def _loaded(given: Path) -> Vocab:
 def _recorded(path: Path) -> dict[str, Any]:
     with open_hdf5(path) as file:
         return read_attributes(file)
-
-
-def _num_features(path: Path) -> int | None:
-    """Return the number of images in a features file, or None if there is no such file or it has no features."""
-    if not path.exists():
-        return None
-    with open_hdf5(path) as file:
-        return len(file["features"]) if "features" in file else None
 
 
 def _recorded_if_sound(path: Path) -> dict[str, Any]:
