@@ -54,11 +54,6 @@ def _in_order(by_split: dict[str, Path]) -> dict[str, Path]:
     return dict(sorted(by_split.items(), key=lambda item: ([not item[0].startswith(kind) for kind in _ORDER], item[0])))
 
 
-def count_images(directory: Path) -> int:
-    """Return the number of PNG files in `directory`, whatever their names."""
-    return sum(1 for _ in png_files(directory))
-
-
 def png_files(directory: Path) -> Iterator[Path]:
     """Return the PNG files of `directory` except hidden ones, which some systems leave beside the files they copy."""
     return (path for path in directory.glob("*.png") if not path.name.startswith("."))

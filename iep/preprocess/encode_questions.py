@@ -225,18 +225,3 @@ def _padded(rows: list[list[int]]) -> np.ndarray:
     padded[(columns > 0) & (columns <= lengths_N[:, None])] = list(chain.from_iterable(rows))
     padded[np.arange(len(rows)), lengths_N + 1] = END
     return padded
-
-
-def check_images(questions: QuestionSet, num_images: int) -> None:
-    """Check that all questions are about the `num_images` images that there are.
-
-    Raises:
-        InputError: a question is about another image.
-    """
-    outside = np.flatnonzero((questions.image_idxs < 0) | (questions.image_idxs >= num_images))
-    if outside.size:
-        position = outside[0]
-        raise InputError(
-            f"{questions.source}: question {position} is about image {questions.image_idxs[position]}, "
-            f"but there are {num_images} images (0 to {num_images - 1})"
-        )

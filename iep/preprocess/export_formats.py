@@ -130,7 +130,7 @@ def export(
             say(f"{name}: left out, as its questions have no answers")
         for split in splits:
             flags = choose(split, max_length, per_type, seed)
-            rows = compress(split.rows() if form == "nscl" else split.rows_with_scenes(trace), flags)
+            rows = compress(split.rows(with_scenes=form != "nscl", with_trace=trace), flags)
             rows = tqdm(rows, desc=split.name, total=sum(flags), unit=" questions", delay=0.5)
             if form == "nscl":
                 words |= _write_nscl(directory / split.name, split, rows)

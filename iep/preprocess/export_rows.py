@@ -7,7 +7,7 @@ does. The splits are those of CLEVR, which share no image.
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,7 +36,8 @@ class Row:
     Attributes:
         source: the object in the question file, with the answer as CLEVR v1.0 has it.
         details: what goes along in every format: the indices, the type, the program in prefix order and the number of
-            its functions, and the scene as JSON text. Parts that the data do not have are missing.
+            its functions, and if requested the scene as JSON text and the trace. Parts that the data do not have are
+            missing.
     """
 
     question: str
@@ -55,18 +56,29 @@ class SplitFiles:
     images: list[Path]
     scenes: Path
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the row of each question, without scenes.
+    def rows(self, with_scenes: bool = False, with_trace: bool = False) -> Iterator[Row]:
+        """Yield the row of each question.
+
+        Args:
+            with_scenes: add the key `scene` to the details, if there is a scenes file.
+            with_trace: add the keys `scene` and `trace`, the lines of `iep.synth.executor.trace`.
 
         Raises:
-            InputError: the file is not a CLEVR question file; or a question has no text or answer, is about a missing
-                image, or has a malformed program (names the file and the question).
+            InputError: the file is not a CLEVR question file; a question has no text or answer, is about a missing
+                image, or has a malformed program (names the file and the question); an image has no scene; or a trace
+                cannot be made because there is no scenes file or no program, or the program has no answer on the scene.
         """
+        texts = self.scene_texts() if with_trace or (with_scenes and self.scenes.exists()) else None
         for position, question in enumerate(read_questions(self.questions)):
             try:
-                yield _row(question, position, len(self.images))
+                row = _row(question, position, len(self.images))
             except InputError as error:
                 raise InputError(f"{self.questions}: question {position}: {error}") from None
+            if texts is not None:
+                row.details["scene"] = texts[row.image]
+            if with_trace:
+                row.details["trace"] = self._trace(row)
+            yield row
 
     def scene_texts(self) -> list[str]:
         """Return the scene of each image as JSON text, which needs a tenth of the memory of objects.
@@ -80,32 +92,12 @@ class SplitFiles:
             raise InputError(f"{self.scenes}: image {missing} has no scene")
         return [texts[image] for image in range(len(self.images))]
 
-    def rows_with_scenes(self, with_trace: bool) -> Iterator[Row]:
-        """Yield the row of each question, with its scene if there is a scenes file.
-
-        Args:
-            with_trace: add the key `trace`, the lines of `iep.synth.executor.trace`.
-
-        Raises:
-            InputError: a question is invalid, the file is not a CLEVR scenes file, an image has no scene, or a trace
-                cannot be made because there is no scenes file or no program, or the program has no answer on the scene.
-        """
-        if not with_trace and not self.scenes.exists():
-            yield from self.rows()
-            return
-        texts = self.scene_texts()
-        for row in self.rows():
-            details = row.details | {"scene": texts[row.image]}
-            if with_trace:
-                details["trace"] = self._trace(row, texts[row.image])
-            yield replace(row, details=details)
-
-    def _trace(self, row: Row, scene: str) -> list[str]:
+    def _trace(self, row: Row) -> list[str]:
         where = f"{self.questions}: the question with index {row.details['question_index']}"
         if "program" not in row.details:
             raise InputError(f"{where} has no program, from which a trace is made")
         try:
-            return trace(row.source["program"], facts_of(json.loads(scene)))
+            return trace(row.source["program"], facts_of(json.loads(row.details["scene"])))
         except (IllPosedError, KeyError, TypeError, IndexError) as error:
             raise InputError(
                 f"{where}: its program does not run on the scene of image {row.image} ({error!r})"

@@ -5,7 +5,7 @@ This module chooses the vocabulary, skips files that are already done, and write
 """
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from iep.preprocess.encode_questions import (
     CLEVR,
     QuestionSet,
     build_vocab,
-    check_images,
     encode,
     expand_vocab,
     load_questions,
@@ -57,7 +56,6 @@ def preprocess_questions(
     files: dict[str, Path],
     out: Path,
     options: QuestionOptions,
-    num_images: Mapping[str, int],
     overwrite: bool,
     say: Callable[[str], None],
     verify: bool = False,
@@ -70,7 +68,6 @@ def preprocess_questions(
     Args:
         files: split -> question file.
         out: the directory of `vocab.json` and `{split}_questions.h5`.
-        num_images: split -> number of its images, of a split that has images.
         overwrite: replace files made from other questions or with other options; otherwise they are errors.
         say: a function that is called with one line for each file.
         verify: read the files that are already done, and check that they are undamaged.
@@ -97,12 +94,7 @@ def preprocess_questions(
     todo = [s for s, path in targets.items() if not is_current(path, partial(check, path, recipes[s]), overwrite)]
     vocab_is_done = is_current(vocab_path, check_vocab, overwrite)
 
-    arrays = {}
-    for split in todo:
-        if num_images.get(split):
-            check_images(load(split), num_images[split])
-        arrays[split] = encode(load(split), vocab, source, options.encode_unk)
-
+    arrays = {split: encode(load(split), vocab, source, options.encode_unk) for split in todo}
     if not vocab_is_done:
         vocab.save(vocab_path)
     for split in todo:

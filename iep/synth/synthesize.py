@@ -287,7 +287,9 @@ def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
             before = ", "
 
         yield add
-        file.write(head * (before == head) + "]}\n")
+        if before == head:  # no entry was added
+            add("")
+        file.write("]}\n")
 
 
 def is_whole_png(path: Path) -> bool:
