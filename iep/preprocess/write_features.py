@@ -122,7 +122,6 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool) -> Iterator[Fe
 
 def _resume(partial: Path, spec: FeaturesSpec, overwrite: bool) -> np.ndarray:
     """Create the unfinished file unless there is one, and return which of its (N,) rows are complete."""
-
     recipe = {IMAGES: len(spec.images), **spec.recipe}
     if not is_current(partial, lambda: check_same(partial, _recorded(partial), recipe), overwrite):
         _create(partial, spec)
