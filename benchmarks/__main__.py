@@ -70,7 +70,7 @@ add(
     "Measure the data loader alone, in questions and bytes per second; a round is a pass.",
     bench.data,
     option("--images", type=SIZE, default=10_000, help="Made-up images, 0.4 GB per thousand in TMPDIR, then removed."),
-    choices("--features", "sources", ("cold", "warm", "memory"), "Features from disk (cold), cache (warm) or memory."),
+    choices("--features", "sources", ("cold", "warm"), "Features from disk (cold) or cache (warm)."),
     choices("--order", "orders", ("image", "random"), "image: all questions by image; random: one per image."),
     option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Numbers of worker processes."),
     option("--batch-size", type=SIZE, default=256, help="Questions per batch."),

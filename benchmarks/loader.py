@@ -2,8 +2,8 @@
 
 A pass loads every image's features once: in image order, with all questions of an image together, or in random order,
 with one question of each image, as training at CLEVR's size draws them. Features are read from the disk (cold: the
-file's pages are dropped from memory first), from the system's cache as the previous pass left it (warm), or from shared
-memory. Batches are not planned, and nothing is copied to a GPU.
+file's pages are dropped from memory first), or from the system's cache as the previous pass left it (warm). Batches are
+not planned, and nothing is copied to a GPU.
 """
 
 import os
@@ -45,17 +45,17 @@ def loader(
         batches: largest number of batches of a pass.
 
     Raises:
-        InputError: a file is missing or damaged, or memory is too small.
+        InputError: a file is missing or damaged.
     """
     opened, description = None, f"{images} images with {QUESTIONS_PER_IMAGE} questions each, generated"
     if data is not None:
         opened = open_split(data, split, load_vocab(data), with_features=True, num_samples=None)
         description = f"{len(opened.questions)} questions about {len(opened.features)} images of {data}, split {split}"
 
-    def competitor(found: Split, source: str, order: str, workers: int, in_memory: Features | None) -> Competitor:
+    def competitor(found: Split, source: str, order: str, workers: int) -> Competitor:
         """Return one way to load batches; a round is a pass."""
         questions, features = found.questions, found.features
-        dataset = ClevrDataset(questions, in_memory if source == "memory" else features)
+        dataset = ClevrDataset(questions, features)
         loading, speeds = Loading(workers), []
 
         def measure() -> dict[str, float]:
@@ -78,9 +78,8 @@ def loader(
     def cases() -> Iterator[Case]:
         with tempfile.TemporaryDirectory(prefix="iep-loader-") as made:
             found = made_data(Path(made), images, seed) if opened is None else opened
-            in_memory = found.features.in_memory() if "memory" in sources else None
             for number in workers:
-                ready = [competitor(found, *way, number, in_memory) for way in product(sources, orders)]
+                ready = [competitor(found, *way, number) for way in product(sources, orders)]
                 yield Case({"workers": number}, batch_size, ready, warm_up=False)
 
     return Benchmark(f"{description}; {batch_size} questions a batch", cases(), "question")

@@ -13,23 +13,10 @@ import torch
 from device_cases import ONE_GPU
 from evaluate_cases import iep_eval
 from processes import is_running, together
-from tiny_data import (
-    CHANNELS,
-    GRID,
-    IMAGES,
-    TRAIN,
-    assert_one_error,
-    features,
-    open_train,
-    tiny,
-    tiny_config,
-    write_data,
-    write_h5,
-)
+from tiny_data import IMAGES, TRAIN, assert_one_error, features, open_train, tiny, tiny_config, write_data, write_h5
 from torch.utils.data import get_worker_info
 from train_cases import iep_train
 
-import iep.data.features
 from iep.data.datasets import sequential_batches
 from iep.data.features import Features
 from iep.data.loader import BatchBuffers, Loading, on_device
@@ -38,9 +25,6 @@ from iep.models.checkpoint import load_checkpoint
 from iep.runtime.devices import left_in_groups
 from iep.runtime.signals import handled
 from iep.training.run_training import train
-
-SHAPE = (IMAGES, CHANNELS, GRID, GRID)
-
 
 # Buffers
 
@@ -128,58 +112,20 @@ def test_a_worker_that_the_system_kills_is_one_line(
 # In memory
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_features_in_memory_are_those_of_the_file_which_is_read_no_more(tmp_path: Path, workers: int):
-    data = write_data(tmp_path, "float16")
-    dataset = open_train(data)
-    dataset.features = dataset.features.in_memory()
-    (data / "train_features.h5").unlink()
-    for batch in sequential_batches(dataset, 4, Loading(workers)):
-        assert batch.features.dtype == torch.float16
-        images = dataset.questions.image_idxs[batch.index]
-        np.testing.assert_array_equal(batch.features[batch.image_rows], features(0, "float16")[images])
-
-
-def read_in_memory(path: Path) -> tuple[set[int], bytes]:
-    """What one process of a job reads from memory that all share, and which files without a name it has open."""
-    shared = Features(path).in_memory()
-    links = [link for link in Path("/proc/self/fd").iterdir() if "memfd:iep" in os.path.realpath(link)]
-    return {link.stat().st_ino for link in links}, shared.read(np.arange(IMAGES)).numpy().tobytes()
-
-
-def refused_in_memory(path: Path) -> str:
+def fail_in_memory(path: Path) -> str:
     try:
-        Features(path).in_memory()
+        return str(Features(path).in_memory())
     except InputError as error:
         return str(error)
     except SystemExit as stop:
         return f"exit {stop.code}"
-    return "nothing is wrong"
 
 
-def test_processes_of_a_job_share_one_copy_and_fail_together(data: Path, tmp_path: Path):
-    path = data / "train_features.h5"
-    first, second = together(read_in_memory, path)
-    assert first == second
-    assert len(first[0]) == 1
-    assert first[1] == features(0).tobytes()
+def test_damaged_features_are_found_at_the_start_and_end_all_processes(tmp_path: Path):
     damaged = write_h5(tmp_path / "f.h5", {"features": features(0), "checksums": np.zeros(IMAGES, np.uint32)})
-    first, second = together(refused_in_memory, damaged)
+    first, second = together(fail_in_memory, damaged)
     assert first.startswith(f"{damaged}: features, row 0 is damaged")
     assert second == "exit 1"
-
-
-def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(iep.data.features, "available_memory", lambda: 959)
-    path = data / "train_features.h5"
-    with pytest.raises(InputError) as caught:
-        Features(path).in_memory()
-    assert str(caught.value).startswith(f"{path}: its features take 960 bytes of memory, and 959 are available")
-    monkeypatch.setattr(iep.data.features, "available_memory", lambda: 960)
-    assert Features(path).in_memory().read(np.arange(IMAGES)).shape == SHAPE
-    monkeypatch.setattr(iep.data.features, "available_memory", lambda: 0)
-    empty = write_h5(tmp_path / "f.h5", {"features": features(0)[:0]})
-    assert Features(empty).in_memory().read(np.arange(0)).shape == (0, *SHAPE[1:])
 
 
 def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(data: Path, runs, tmp_path: Path):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
 from features_cases import PATCHES, RESNET
 from features_cases import run as preprocess
-from tiny_data import write_h5
 from tqdm import tqdm
 
 from iep.preprocess import clevr_files
@@ -163,7 +161,7 @@ def test_files_made_otherwise_are_refused_untouched_unless_overwritten(clevr, ou
 
 def test_a_bar_shows_how_much_of_a_question_file_is_encoded(clevr, out, monkeypatch, capfd):
     monkeypatch.setattr(clevr_files, "tqdm", lambda **options: tqdm(**options | {"delay": 0}))  # it is for long files
-    preprocess_questions(question_files(clevr), out, QuestionOptions(), {}, overwrite=False, say=lambda line: None)
+    preprocess_questions(question_files(clevr), out, QuestionOptions(), overwrite=False, say=lambda line: None)
     assert re.search(r"CLEVR_train_questions\.json: +\d+%", capfd.readouterr().err)
 
 
@@ -225,16 +223,3 @@ REFUSED = [
 def test_arguments_that_cannot_be_followed_are_one_line(clevr, out, flags, message, code):
     assert message in preprocess(clevr, "--out", out, *flags, only=None, code=code)
     assert not out.exists()
-
-
-@pytest.mark.parametrize("images_at_hand", [True, False])
-def test_questions_about_images_that_are_not_there_are_named(clevr, out, images_at_hand: bool):
-    """Without images, their number is that of the rows of the features file."""
-    write_questions(clevr, "train", [question(0, 2, "train"), question(1, 3, "train")])
-    if not images_at_hand:
-        shutil.rmtree(clevr / "images" / "train")
-        out.mkdir()
-        write_h5(out / "train_features.h5", {"features": np.zeros((3, 1, 1, 1), dtype=np.float32)})
-    line = run(clevr, "--out", out, "--split", "train", code=1)
-    assert "CLEVR_train_questions.json: question 1 is about image 3, but there are 3 images (0 to 2)" in line
-    assert not (out / "vocab.json").exists()

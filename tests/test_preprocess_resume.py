@@ -20,7 +20,7 @@ from iep.errors import InputError
 from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import preprocess_features
-from iep.runtime.locks import LOCK, alone_in
+from iep.runtime.locks import alone_in
 
 
 def interrupt(clevr: Path, out: Path, *options: str) -> None:
@@ -32,16 +32,10 @@ def interrupt(clevr: Path, out: Path, *options: str) -> None:
     image.write_bytes(sound)
 
 
-def forget_images(clevr: Path, out: Path) -> None:
-    with h5py.File(out / PARTIAL, "r+") as file:
-        del file["image_checksums"]
-
-
 @pytest.mark.parametrize(
     ("damage", "flags", "message"),
     [
         (lambda clevr, out: None, ("--patch-size", 8), f"{PARTIAL}: was made with patch_size 2, now it is 8"),
-        (forget_images, (), f"{PARTIAL}: was begun by an earlier version"),
         (lambda clevr, out: os.truncate(out / PARTIAL, 5000), (), f"{PARTIAL}: not a whole HDF5 file"),
     ],
 )
@@ -85,14 +79,6 @@ def test_every_file_is_checked_before_any_is_made_and_a_new_image_makes_a_done_f
     os.truncate(out / FILE, 5000)
     assert f"{out / FILE}: not a whole HDF5 file" in run(clevr, "--out", out, *PATCHES, code=1)
     assert (out / FILE).stat().st_size == 5000
-
-
-def test_files_left_by_a_kill_just_after_the_renaming_are_removed(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    (out / LOCK).touch()
-    (out / f".{PARTIAL}.7.tmp").write_text("{")
-    assert "already done" in run(clevr, "--out", out, *PATCHES)
-    assert [path.name for path in out.iterdir()] == [FILE]
 
 
 def test_two_processes_do_not_write_the_same_directory(clevr, out):

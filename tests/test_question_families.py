@@ -60,7 +60,7 @@ def test_lengths_are_those_of_training_and_a_family_unknown_there_is_measured_wh
 # A file that lists them
 
 
-@pytest.mark.parametrize("text", ["- 3\n- 0\n- 12\n", "[\n\t3,\n\t0,\n\t12\n]\n"])
+@pytest.mark.parametrize("text", ["- 3\n- 0\n- 12\n", "[\n  3,\n  0,\n  12\n]\n"])
 def test_a_list_of_families_is_read_from_json_and_yaml(tmp_path: Path, data: Path, text: str):
     (tmp_path / "families").write_text(text)
     questions = read_questions(data / "train_questions.h5", VOCAB)

@@ -1,9 +1,12 @@
 """Single examples in Python, and programs with the result of every call."""
 
+import re
+
 import numpy as np
 import pytest
 
 import iep.synth
+from iep.errors import InputError
 from iep.programs import prefix_to_json
 from iep.synth.executor import execute, facts_of, trace
 
@@ -53,16 +56,19 @@ def test_a_sample_is_a_whole_example_of_the_difficulty_asked_for():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "message"),
     [
-        {"objects": (3, 11)},
-        {"objects": (5, 4)},
-        {"length": (3, 2)},
-        {"length": (1, 1)},
-        {"size": (60, 0)},
-        {"length": (90, 95)},
+        ({"objects": (3, 11)}, "objects=(3, 11), expected a range within 1 to 10"),
+        ({"objects": (5, 4)}, "expected a range"),
+        ({"objects": 5}, "objects=5, expected two whole numbers"),
+        ({"objects": ("3", "5")}, "objects=('3', '5'), expected two whole numbers"),
+        ({"length": (3, 2)}, "length=(3, 2), expected the smallest"),
+        ({"length": (90, 95)}, "no question of 90 to 95 functions"),
+        ({"size": (60, 0)}, "size=(60, 0), expected a width"),
+        ({"size": (60, 40.5)}, "size=(60, 40.5), expected two whole numbers"),
+        ({"seed": None}, "seed=None, expected a whole number"),
     ],
 )
-def test_a_range_without_examples_is_an_error(wrong: dict):
-    with pytest.raises(ValueError, match=r"expected a range|expected the smallest|no question of|expected a width"):
-        iep.synth.sample(0, **{"objects": (2, 2), "size": (60, 40)} | wrong)
+def test_arguments_without_examples_are_an_error(wrong: dict, message: str):
+    with pytest.raises(InputError, match=re.escape(message)):
+        iep.synth.sample(**{"seed": 0, "objects": (2, 2), "size": (60, 40)} | wrong)

@@ -162,7 +162,7 @@ execution_options = all_of(
     click.option(
         "--features-in-memory/--no-features-in-memory",
         default=None,
-        help="Read all features into memory at the start, once for all processes of a machine.",
+        help="Read all features into the system's file cache at the start, once for all processes of a machine.",
     ),
     device_options,
 )

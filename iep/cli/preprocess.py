@@ -103,7 +103,7 @@ def main(
     with joined(), ExitStack() as stack:
         say = click.echo if is_main() else lambda line: None
         given = {splits[0]: question_file} if question_file else None
-        files, images, counts = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
+        files, images = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
         by_main(lambda: stack.enter_context(alone_in(out, "*")))
         if "features" in parts:  # a missing device or wrong weights are an error before the questions are encoded
             torch_device = main_first(lambda: resolve_device(device))
@@ -112,7 +112,7 @@ def main(
 
             def encode() -> None:
                 options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk, possible_tokens(clevr_dir))
-                preprocess_questions(files, out, options, counts, overwrite, say, verify)
+                preprocess_questions(files, out, options, overwrite, say, verify)
 
             by_main(encode)
         if "features" in parts:
@@ -125,13 +125,13 @@ def main(
 
 def _inputs(
     clevr_dir: Path, splits: tuple[str, ...], parts: set[str], given: dict[str, Path] | None
-) -> tuple[dict[str, Path], dict[str, list[Path]], dict[str, int]]:
-    """Return, by split, the question files to encode (`given` or those of the directory), the images, and their number.
+) -> tuple[dict[str, Path], dict[str, list[Path]]]:
+    """Return, by split, the question files to encode (`given` or those of the directory) and the images.
 
     Raises:
         InputError: a split is missing, or image indices have gaps.
     """
-    from iep.preprocess.clevr_files import count_images, image_directories, image_paths, question_files
+    from iep.preprocess.clevr_files import image_directories, image_paths, question_files
 
     directories = image_directories(clevr_dir)
     files = question_files(clevr_dir) if given is None else given
@@ -144,7 +144,7 @@ def _inputs(
         images = {split: image_paths(directory) for split, directory in chosen.items()}
     if "questions" in parts:
         files = _chosen(files, splits, clevr_dir, "questions")
-    return files, images, {split: count_images(directory) for split, directory in directories.items()}
+    return files, images
 
 
 def _chosen(found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict[str, Path]:

@@ -67,6 +67,7 @@ def main(
     total = sum(getattr(options, split) for split in SPLITS)
     if total == 0:
         raise click.UsageError("nothing to make: --train, --val and --test are all 0")
+    click.echo(f"{out}: {total:,} images with {total * options.questions_per_image:,} questions")
     with alone_in(out, RECORD), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
 
         def progress(split: str, images: int) -> None:

@@ -1,4 +1,4 @@
-"""A features file -> rows of features, on demand or all in memory, checked against the file's checksums.
+"""A features file -> rows of features, checked against the file's checksums.
 
 Rows that are stored as numpy stores them, as `iep-preprocess` does, are read without HDF5, in half the time. Files
 without checksums and compressed files are read as well.
@@ -10,9 +10,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
-from typing import BinaryIO
 
 import h5py
 import numpy as np
@@ -20,15 +18,10 @@ import torch
 
 from iep.data.hdf5 import REMEDY, open_hdf5, read_attributes
 from iep.errors import InputError
-from iep.runtime.devices import available_memory
-from iep.runtime.distributed import attempt, barrier, broadcast, gather, local_rank
+from iep.runtime.distributed import attempt, local_rank
 from iep.runtime.files import arrays_digest, row_checksums
 from iep.runtime.reading import reading
 
-LOAD_BYTES = 2**25
-"""The number of bytes that `Features.in_memory` reads at a time."""
-DIGEST_ROWS = 16
-"""The number of rows whose digest is that of a file without checksums."""
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
 """The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
@@ -72,7 +65,6 @@ class Features:
             self._checksums_N = _read_checksums(file, len(dataset))
         # In memory that forked processes share; a length of 0 is an error of mmap.
         self._is_sound_N = np.frombuffer(mmap.mmap(-1, max(1, len(self))), dtype=bool)
-        self._memory: BinaryIO | None = None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -82,16 +74,11 @@ class Features:
         """The number of bytes of one image's features."""
         return int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
+    @property
     def digest(self) -> str:
-        """Return a digest of the shape and the checksums, or for a file without checksums, of some of the rows.
-
-        Raises:
-            InputError: a row cannot be read.
-        """
-        rows = self._checksums_N
-        if rows is None:
-            rows = self.read(np.linspace(0, len(self) - 1, min(len(self), DIGEST_ROWS)).astype(np.int64)).numpy()
-        return arrays_digest({"shape": np.array(self.shape), "rows": rows})
+        """The digest of the shape and, if the file has them, of the checksums."""
+        checksums_N = np.empty(0) if self._checksums_N is None else self._checksums_N
+        return arrays_digest({"shape": np.array(self.shape), "checksums": checksums_N})
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
         """Return the (N, C, H, W) features of the images `rows` (N,), in the file's dtype.
@@ -130,68 +117,35 @@ class Features:
             self.read(np.array([row]))
 
     def in_memory(self) -> "Features":
-        """Read and check all features, and return them in memory that other processes share.
+        """Read and check every row, which leaves the file in the system's cache, and return these features.
 
-        The processes that torchrun started share one copy on each machine; all of them must call this.
-
-        Raises:
-            InputError: the features do not fit into memory, or a row cannot be read or is damaged (names the row).
-        """
-        memory = attempt(self._load, local_rank() == 0)
-        node = os.environ.get("GROUP_RANK", "0")
-        mine = memory and (node, f"/proc/{os.getpid()}/fd/{memory.fileno()}")
-        paths = broadcast(dict(filter(None, gather(mine) or [])))
-        memory = memory or open(paths[node], "rb")  # noqa: SIM115 - for as long as the features live
-        barrier()  # until all processes have opened the memory, the first must keep it
-        other = copy(self)
-        other._memory, other._checksums_N = memory, None
-        return other
-
-    def _load(self) -> BinaryIO:
-        """Read all rows into an anonymous file in memory, which exists as long as a process has it open.
+        The processes of a machine share the cache; one of those that torchrun started reads for all of them.
 
         Raises:
-            InputError: the features do not fit into memory, or a row cannot be read or is damaged.
+            InputError: a row cannot be read or is damaged (names the row).
         """
-        need, available = len(self) * self.row_bytes, available_memory()
-        if need > available:
-            raise InputError(
-                f"{self.path}: its features take {need:,} bytes of memory, and {available:,} are available; without "
-                "features_in_memory they are read from the file as they are needed"
-            )
-        memory = open(os.memfd_create("iep"), "w+b")  # noqa: SIM115 - for as long as the features live
-        step = max(1, LOAD_BYTES // self.row_bytes)
-        for start in range(0, len(self), step):
-            memory.write(self.read(np.arange(start, min(start + step, len(self)))).numpy())
-        memory.flush()
-        return memory
+        attempt(self.verify, local_rank() == 0)
+        return self
 
     @contextmanager
     def _reader(self, rows: np.ndarray) -> Iterator[Callable[[int, np.ndarray], None]]:
-        """Open the file or the memory, and yield a function that reads one of the `rows` into an array."""
-        if self._memory is None and self._offset is None:
+        """Open the file, and yield a function that reads one of the `rows` into an array."""
+        if self._offset is None:
             with open_hdf5(self.path) as file:
                 dataset = file["features"]
                 yield lambda row, values_CHW: dataset.read_direct(values_CHW, np.s_[row])
             return
         start, size = self._offset, self.row_bytes
-        if self._memory is not None:
-            yield lambda row, values_CHW: _read_into(values_CHW, self._memory.fileno(), row * size)
-            return
         with reading(self.path, "a features file"), open(self.path, "rb", buffering=0) as file:
             for row in rows.tolist() if len(rows) > 1 else ():  # lets the disk fetch all rows at once
                 os.posix_fadvise(file.fileno(), start + row * size, size, os.POSIX_FADV_WILLNEED)
-            yield lambda row, values_CHW: _read_into(values_CHW, file.fileno(), start + row * size)
 
+            def read_row(row: int, values_CHW: np.ndarray) -> None:
+                file.seek(start + row * size)
+                if file.readinto(values_CHW) != size:
+                    raise OSError("the file ends before it")
 
-def _read_into(values: np.ndarray, descriptor: int, start: int) -> None:
-    """Fill a C-contiguous array with the bytes of an open file from `start` on."""
-    left = memoryview(values).cast("B")
-    while left:
-        count = os.preadv(descriptor, [left], start)
-        if not count:
-            raise OSError("the file ends before it")
-        left, start = left[count:], start + count
+            yield read_row
 
 
 def _offset_of_plain_rows(dataset: h5py.Dataset) -> int | None:

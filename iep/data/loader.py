@@ -7,17 +7,15 @@ buffer's number through the pipe. The buffers are reused, because the first writ
 times as long as reading its content.
 """
 
-import copyreg
-import io
 import mmap
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
@@ -64,11 +62,10 @@ class Batches:
         Raises:
             InputError: a batch cannot be read.
         """
-        loading, make, buffers = self._loading, self._make, None
+        loading, make = self._loading, self._make
         if loading.workers and self._buffer_bytes:
             # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
             buffers = BatchBuffers(loading.workers, loading.prefetch + 2, self._buffer_bytes)
-        if loading.workers:
             make = partial(_make_in_worker, make, buffers)
         yield from made_ahead(make, map(self._choose, self._numbers), loading)
 
@@ -88,7 +85,7 @@ def made_ahead(make: Callable[[Any], Any], choices: Iterable[Any], loading: Load
         sampler=choices,
         batch_size=None,
         num_workers=loading.workers,
-        worker_init_fn=_leave_signals_to_parent,
+        worker_init_fn=_start_worker,
         pin_memory=loading.pin,
         # Without a generator, it would draw a seed for its workers from the generator that training uses.
         generator=torch.Generator(),
@@ -162,45 +159,40 @@ _MADE: WeakValueDictionary[int, BatchBuffers] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
-class _WorkerBatch:
-    """A batch in a worker, with its features in a buffer unless `number` is None; unpickled, it is the batch itself."""
+class _InBuffer:
+    """Features in a buffer of this worker; the process that receives them unpickles a tensor."""
 
-    batch: Any
-    buffers: BatchBuffers | None
-    number: int | None
+    buffers: BatchBuffers
+    number: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self.number is None:
-            return pickle.loads, (_pickled(self.batch),)
-        features = self.batch.features.numpy()
-        content = _pickled(replace(self.batch, features=None))
-        return _with_features, (content, id(self.buffers), self.number, features.shape, features.dtype)
+        return _tensor_in, (id(self.buffers), self.number, self.shape, self.dtype)
 
 
-def _make_in_worker(make: Make, buffers: BatchBuffers | None, choice: Any) -> _WorkerBatch:
+def _tensor_in(buffers: int, number: int, shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor:
+    return _MADE[buffers].tensor(number, shape, dtype)
+
+
+def _make_in_worker(make: Make, buffers: BatchBuffers, choice: Any) -> Any:
     """Make a batch in a worker, with its features in a buffer if one is free."""
-    number = None if buffers is None else buffers.take(get_worker_info().id)
-    batch = make(choice) if number is None else make(choice, partial(buffers.array, number))
-    return _WorkerBatch(batch, buffers, number)
+    number = buffers.take(get_worker_info().id)
+    if number is None:
+        return make(choice)
+    batch = make(choice, partial(buffers.array, number))
+    features_NCHW = batch.features.numpy()
+    return replace(batch, features=_InBuffer(buffers, number, features_NCHW.shape, features_NCHW.dtype))
 
 
-def _with_features(content: bytes, buffers: int, number: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    return replace(pickle.loads(content), features=_MADE[buffers].tensor(number, shape, dtype))
+def _start_worker(worker: int) -> None:
+    """Prepare a worker process: how it sends tensors, and what it does with signals."""
+    # As arrays; torch would send each tensor through a file of its own, which takes far longer.
+    ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
+    _leave_signals_to_parent()
 
 
-def _pickled(value: Any) -> bytes:
-    """Return `value`, which holds CPU tensors, as bytes for `pickle.loads`.
-
-    Tensors are written as arrays; torch would send each through a file of its own, which takes far longer.
-    """
-    content = io.BytesIO()
-    pickler = pickle.Pickler(content, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: lambda each: (torch.from_numpy, (each.numpy(),))}
-    pickler.dump(value)
-    return content.getvalue()
-
-
-def _leave_signals_to_parent(worker: int) -> None:
+def _leave_signals_to_parent() -> None:
     """Ignore signals in a worker process, except a SIGTERM of its parent, and end it as soon as its parent has ended.
 
     A Ctrl-C or a batch system's SIGTERM reaches all processes of a job, and the parent decides what follows. A loader

@@ -6,7 +6,6 @@ families with short programs and test on the others. `question_file.open_split` 
 Shapes: N questions, L program tokens.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -79,11 +78,7 @@ def read_families(path: Path) -> tuple[int, ...]:
         InputError: the file cannot be read, or does not hold a list of whole numbers from 0 (names the item).
     """
     with reading(path, EXPECTED):
-        text = path.read_text(encoding="utf-8")
-        try:
-            content = json.loads(text)  # JSON with tabs is not YAML
-        except json.JSONDecodeError:
-            content = parse_yaml(text)
+        content = parse_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML
         if not isinstance(content, list) or not content:
             raise InputError("expected a list of question families, such as [0, 3, 12]")
         for position, family in enumerate(content):

@@ -18,7 +18,7 @@ import numpy as np
 from iep.data.features import Features
 from iep.data.hdf5 import REMEDY, open_hdf5, read_attributes
 from iep.errors import InputError
-from iep.runtime.distributed import attempt, broadcast, gather, world_size
+from iep.runtime.distributed import broadcast, gather, world_size
 from iep.runtime.files import arrays_digest
 from iep.vocab import Vocab
 
@@ -168,13 +168,13 @@ def open_split(
     Args:
         with_features: also open the features.
         num_samples: use at most this many questions; None for all.
-        in_memory: read all features into memory.
+        in_memory: read all features now (`Features.in_memory`).
         choose: a function that selects questions before `skip` and `num_samples` apply; None for all.
         skip: the number of questions to leave out at the beginning.
 
     Raises:
-        InputError: a file is missing, damaged or made with another vocabulary, no question is left, or the features do
-            not fit into memory. `choose` may raise it as well.
+        InputError: a file is missing, damaged or made with another vocabulary, or no question is left. `choose` may
+            raise it as well.
     """
     questions_path, features_path = split_files(data, split)
     questions = read_questions(questions_path, vocab)
@@ -199,20 +199,15 @@ def check_same_data(data: Path, vocab: Vocab, splits: Iterable[Split | None]) ->
         data: the directory of this process's copy.
 
     Raises:
-        InputError: a file is not that of the first process (names the file and the processes), or cannot be read.
+        InputError: a file is not that of the first process (names the file and the processes).
     """
-
-    def digests() -> dict[Path, str]:
-        found = {Path("vocab.json"): vocab.digest}
-        for split in filter(None, splits):
-            found[split.questions.path.relative_to(data)] = split.questions.digest
-            if split.features is not None:
-                found[split.features.path.relative_to(data)] = split.features.digest()
-        return found
-
     if world_size() == 1:
         return
-    first, *others = broadcast(gather(attempt(digests)))
+    digests = {Path("vocab.json"): vocab.digest}
+    for split in filter(None, splits):
+        parts = (split.questions, split.features)
+        digests |= {part.path.relative_to(data): part.digest for part in parts if part is not None}
+    first, *others = broadcast(gather(digests))
     for number, theirs in enumerate(others, 1):
         for path in first | theirs:
             if first.get(path) != theirs.get(path):

@@ -28,8 +28,6 @@ from iep.runtime.reading import reading
 
 GRID = 14
 """The number of patches to a side."""
-MAX_IMAGE_SIZE = 4096
-"""The greatest number of pixels to a side; the features of larger images would not fit into memory."""
 DEFAULT_WEIGHTS = "torchvision IMAGENET1K_V1"
 RANDOM_WEIGHTS = "random, outputs of order 1"
 """The recorded name of the weights of `randomize`, which the seed follows."""
@@ -243,34 +241,23 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
     if name == "patches":
         if weights is not None:
             raise InputError("the features are patches of pixels, for which there are no weights")
-        backbone = Patches(_whole(recipe, "patch_size", most=MAX_IMAGE_SIZE // GRID))
+        backbone = Patches(recipe["patch_size"])
     elif name == "synth":
         backbone = Scenes(weights or "default")
     elif name in RESNETS:
         seed = re.fullmatch(RANDOM_WEIGHTS + r", seed (\d+)", recorded)
-        if weights is None and recorded.startswith("file "):
-            raise InputError(f"the weights of {name} were those of a {recorded} (its SHA-256): give --weights FILE")
         chosen = weights or ("random" if seed else "default")
-        size = {"stage": _whole(recipe, "stage", most=4), "image_size": _whole(recipe, "image_size", MAX_IMAGE_SIZE)}
-        backbone = ResNet(name, weights=chosen, seed=int(seed[1]) if seed else 0, **size)
+        backbone = ResNet(name, recipe["stage"], chosen, int(seed[1]) if seed else 0, recipe["image_size"])
     else:
         raise InputError(f"the features were made by the backbone {name!r}, which this version does not know")
     own = backbone.recipe()
-    if name == "synth" and weights is None and recorded != own["weights"]:
-        raise InputError(f"the weights of the backbone were those of a {recorded} (its SHA-256): give --weights FILE")
+    if weights is None and recorded.startswith("file ") and recorded != own["weights"]:
+        raise InputError(f"the weights of {name} were those of a {recorded} (its SHA-256): give --weights FILE")
     trusted = {"weights"} if recorded == DEFAULT_WEIGHTS and weights is not None else set()
     for key, value in own.items():
         if key not in trusted and recipe.get(key) != value:
             raise InputError(f"the features were made with {key} {recipe.get(key)}, not with {value}")
     return backbone
-
-
-def _whole(recipe: Mapping[str, object], key: str, most: int) -> int:
-    """Return the whole number from 1 to `most` that a recipe has for `key`."""
-    value = recipe.get(key)
-    if not isinstance(value, int) or not 1 <= value <= most:
-        raise InputError(f"the features were made with {key} {value}, expected a whole number from 1 to {most}")
-    return value
 
 
 @torch.no_grad()

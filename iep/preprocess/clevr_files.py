@@ -1,8 +1,7 @@
 """A CLEVR directory -> its splits, the paths of its images by index, and its questions and scenes as objects.
 
 This covers CLEVR v1.0, directories of the same layout such as CLEVR-CoGenT, and the question files of CLEVR-Humans and
-of CLOSURE.
-`encode_questions.py` encodes questions, and `images.py` decodes images.
+of CLOSURE. `encode_questions.py` encodes questions, and `images.py` decodes images.
 """
 
 import json
@@ -53,11 +52,6 @@ def question_files(clevr_dir: Path) -> dict[str, Path]:
 def _in_order(by_split: dict[str, Path]) -> dict[str, Path]:
     """Return the splits ordered by their kind in `_ORDER`, with others last, and then by name."""
     return dict(sorted(by_split.items(), key=lambda item: ([not item[0].startswith(kind) for kind in _ORDER], item[0])))
-
-
-def count_images(directory: Path) -> int:
-    """Return the number of PNG files in `directory`, whatever their names."""
-    return sum(1 for _ in png_files(directory))
 
 
 def png_files(directory: Path) -> Iterator[Path]:

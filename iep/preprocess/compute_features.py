@@ -4,7 +4,7 @@ The memory needed does not depend on the number of images. `images.py` decodes, 
 `write_features.py` writes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from iep.data.question_file import split_files
 from iep.errors import InputError
 from iep.preprocess.backbones import Backbone, Scenes
 from iep.preprocess.images import image_batches, read_image
-from iep.preprocess.recipe import Recipe, listing
+from iep.preprocess.recipe import listing
 from iep.preprocess.write_features import FeatureRows, FeaturesSpec, feature_rows, is_done
 from iep.runtime.devices import enough_memory
 from iep.runtime.distributed import attempt, by_main, is_main, main_first, rank, world_size
@@ -62,7 +62,8 @@ def preprocess_features(
     """
     recipe = main_first(lambda: {**backbone.recipe(), "dtype": dtype})
     files = {split_files(out, split)[1]: paths for split, paths in images.items()}
-    todo = by_main(lambda: _undone(files, recipe, overwrite, verify))
+    names = {path: listing(paths) for path, paths in files.items()}
+    todo = by_main(lambda: [path for path in files if not is_done(path, names[path], recipe, overwrite, verify)])
     for path in files:
         if path not in todo:
             say(f"{path}: already done{', and undamaged' if verify else ''}")
@@ -70,17 +71,10 @@ def preprocess_features(
         return
     extract, size = main_first(lambda: _checked(backbone.extractor, torch.device(device))), backbone.input_size
     chw = main_first(lambda: extract(torch.zeros(1, 3, *size[::-1], dtype=torch.uint8)).shape[1:])
-    for path, names in todo.items():
-        spec = FeaturesSpec((len(names), *chw), np.dtype(dtype), names, recipe)
-        with (
-            feature_rows(path, spec, overwrite) as rows,
-            tqdm(total=len(names), desc=path.name, unit="image", disable=not is_main()) as bar,
-        ):
-            starts = [n for n in range(0, len(names), batch_size) if not rows.done_N[n : n + batch_size].all()]
-            pixels = image_batches(files[path], size, batch_size, workers, starts[rank() :: world_size()])
-            bar.update(max(0, len(names) - len(starts) * batch_size))
-            for _ in _write_rows(rows, files[path], starts, pixels, extract, getattr(torch, dtype)):
-                bar.update(min(batch_size * world_size(), len(names) - bar.n))
+    for path in todo:
+        spec = FeaturesSpec((len(files[path]), *chw), np.dtype(dtype), names[path], recipe)
+        with feature_rows(path, spec, overwrite) as rows:
+            _write_rows(rows, path.name, files[path], size, extract, getattr(torch, dtype), batch_size, workers)
         say(f"{path}: {spec.shape} {dtype}")
 
 
@@ -121,38 +115,36 @@ def _checked(
     return run
 
 
-def _undone(
-    files: Mapping[Path, Sequence[Path]], recipe: Recipe, overwrite: bool, verify: bool
-) -> dict[Path, tuple[str, ...]]:
-    """Return the features files to make, with the listings of their images."""
-    listings = {path: listing(images) for path, images in files.items()}
-    return {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
-
-
 def _write_rows(
     rows: FeatureRows,
+    name: str,
     paths: Sequence[Path],
-    starts: Sequence[int],
-    pixels: Iterator[torch.Tensor],
+    size: tuple[int, int],
     extract: Callable[[torch.Tensor], torch.Tensor],
     dtype: torch.dtype,
-) -> Iterator[None]:
-    """Write the batches that begin at the rows `starts`, in rounds in which every process makes one of `pixels`.
+    batch_size: int,
+    workers: int,
+) -> None:
+    """Write the batches with rows that are not done, in rounds in which every process makes one of them.
 
     Raises:
         InputError: in any process, an image cannot be read or its features cannot be stored. All batches before it are
             stored.
         OSError: rows cannot be written.
     """
-    mine = iter(starts[rank() :: world_size()])
+    starts = [n for n in range(0, len(paths), batch_size) if not rows.done_N[n : n + batch_size].all()]
+    mine = starts[rank() :: world_size()]
+    pixels, firsts = image_batches(paths, size, batch_size, workers, mine), iter(mine)
 
     def write_next() -> None:
-        first = next(mine)
+        first = next(firsts)
         rows.write(first, _stored(extract(next(pixels)), dtype, paths[first]))
 
-    for number in range(0, len(starts), world_size()):
-        attempt(write_next, number + rank() < len(starts))
-        yield
+    with tqdm(total=len(paths), desc=name, unit="image", disable=not is_main()) as bar:
+        bar.update(max(0, len(paths) - len(starts) * batch_size))
+        for number in range(0, len(starts), world_size()):
+            attempt(write_next, number + rank() < len(starts))
+            bar.update(min(batch_size * world_size(), len(paths) - bar.n))
 
 
 def _stored(features_BCHW: torch.Tensor, dtype: torch.dtype, first: Path | str) -> np.ndarray:

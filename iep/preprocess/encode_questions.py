@@ -1,17 +1,18 @@
-"""Question objects -> token ids -> int32 arrays, and the vocabulary by which they are encoded.
+"""Question objects -> tokens -> int32 arrays, and the vocabulary by which they are encoded.
 
-A question file is read once into a `QuestionSet`, which numbers the distinct tokens in the order of their first use.
-Counting tokens for a vocabulary and encoding with one are then array operations. `iep.vocab.tokenize` and
-`iep.programs.json_to_prefix` define the tokens, and `write_questions.py` writes the arrays.
+A question file is read once into a `QuestionSet`. `iep.vocab.tokenize` and `iep.programs.json_to_prefix` define the
+tokens, and `write_questions.py` writes the arrays.
 
 Shapes: N questions, T question tokens, L program tokens.
 """
 
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
+from sys import intern
 
 import numpy as np
 
@@ -23,18 +24,8 @@ from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, index_tokens
 CLEVR = "clevr"
 """The name of the vocabulary of CLEVR v1.0, which may be given in place of a file."""
 
-
-@dataclass(frozen=True)
-class TokenRows:
-    """N rows of tokens: row i is the next `lengths[i]` of `ids`, each a position in `names`."""
-
-    names: tuple[str, ...]
-    ids: np.ndarray
-    lengths: np.ndarray
-
-    def counts(self) -> np.ndarray:
-        """Return the number of occurrences of each name."""
-        return np.bincount(self.ids, minlength=len(self.names))
+Rows = list[list[str]]
+"""The tokens of each question."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +33,12 @@ class QuestionSet:
     """The content of a question file, with None for missing parts; each row of `answers` is one token."""
 
     source: str
-    questions: TokenRows
-    programs: TokenRows | None
-    answers: TokenRows | None
+    questions: Rows
+    programs: Rows | None
+    answers: Rows | None
     image_idxs: np.ndarray
     orig_idxs: np.ndarray
     question_families: np.ndarray | None
-
-
-class _Rows:
-    """A `TokenRows` to which rows are appended."""
-
-    def __init__(self) -> None:
-        self.index: dict[str, int] = {}
-        self.ids = array("i")
-        self.lengths = array("i")
-
-    def append(self, tokens: Sequence[str]) -> None:
-        index = self.index
-        self.ids.extend([index.setdefault(token, len(index)) for token in tokens])
-        self.lengths.append(len(tokens))
-
-    def done(self) -> TokenRows:
-        return TokenRows(tuple(self.index), _int32(self.ids), _int32(self.lengths))
 
 
 def load_questions(path: Path) -> QuestionSet:
@@ -77,35 +51,49 @@ def load_questions(path: Path) -> QuestionSet:
         InputError: the file cannot be read or is not a question file; or a question has no text, a value has a wrong
             type, or only some questions have a program, answer or family (names file, question and key).
     """
-    questions, programs, answers = _Rows(), _Rows(), _Rows()
+    questions, programs, answers = Rows(), Rows(), Rows()
     image_idxs, orig_idxs, families = array("i"), array("i"), array("i")
     present = None
     for position, question in enumerate(read_questions(path, show_progress=True)):
         try:
-            text = question.get("question")
-            if not isinstance(text, str):
-                raise InputError(f"'question' is {text!r:.60}, expected a text; the keys are {', '.join(question)}")
-            questions.append(tokenize(text))
+            questions.append(_interned(tokenize(question_text(question))))
             image_idxs.append(image_index(question))
             orig_idxs.append(question_index(question, position))
             present = _optional_parts(question, present)
             if "program" in present:
-                programs.append(json_to_prefix(question["program"]))
+                programs.append(_interned(json_to_prefix(question["program"])))
             if "answer" in present:
-                answers.append([answer_token(question["answer"])])
+                answers.append(_interned([answer_token(question["answer"])]))
             if "question_family_index" in present:
                 families.append(_integer(question["question_family_index"], "'question_family_index'"))
         except InputError as error:
             raise InputError(f"{path}: question {position}: {error}") from None
     return QuestionSet(
         source=str(path),
-        questions=questions.done(),
-        programs=programs.done() if programs.lengths else None,
-        answers=answers.done() if answers.lengths else None,
+        questions=questions,
+        programs=programs or None,
+        answers=answers or None,
         image_idxs=_int32(image_idxs),
         orig_idxs=_int32(orig_idxs),
         question_families=_int32(families) if families else None,
     )
+
+
+def _interned(tokens: Sequence[str]) -> list[str]:
+    """Return the tokens as the one object that equal texts share; millions of copies would take several GB."""
+    return [intern(token) for token in tokens]
+
+
+def question_text(question: dict) -> str:
+    """Return the text of a question.
+
+    Raises:
+        InputError: the question has none.
+    """
+    text = question.get("question")
+    if not isinstance(text, str):
+        raise InputError(f"'question' is {text!r:.60}, expected a text; the keys are {', '.join(question)}")
+    return text
 
 
 def answer_token(answer: object) -> str:
@@ -170,11 +158,10 @@ def build_vocab(questions: QuestionSet, unk_threshold: int, also: Vocab | None =
     tokens of the vocabulary `also`.
     """
     also = also or Vocab((), (), ())
-    programs, answers = (part.names if part else () for part in (questions.programs, questions.answers))
     return Vocab(
         question=index_tokens((*_frequent(questions.questions, unk_threshold), *also.question)),
-        program=index_tokens((*programs, *also.program)),
-        answer=index_tokens((*answers, *also.answer)),
+        program=index_tokens(chain(also.program, *(questions.programs or ()))),
+        answer=index_tokens(chain(also.answer, *(questions.answers or ()))),
     )
 
 
@@ -187,8 +174,8 @@ def expand_vocab(vocab: Vocab, questions: QuestionSet, unk_threshold: int) -> Vo
     return Vocab(vocab.question + tuple(new), vocab.program, vocab.answer)
 
 
-def _frequent(rows: TokenRows, threshold: int) -> Iterable[str]:
-    return [name for name, count in zip(rows.names, rows.counts(), strict=True) if count >= threshold]
+def _frequent(rows: Rows, threshold: int) -> Iterable[str]:
+    return [token for token, count in Counter(chain.from_iterable(rows)).items() if count >= threshold]
 
 
 def encode(questions: QuestionSet, vocab: Vocab, vocab_source: str, encode_unk: bool) -> dict[str, np.ndarray]:
@@ -200,62 +187,41 @@ def encode(questions: QuestionSet, vocab: Vocab, vocab_source: str, encode_unk: 
     Raises:
         InputError: a token is not in the vocabulary (names file, question, token and vocabulary).
     """
-    indices = partial(_indices, vocab=vocab, sources=(questions.source, vocab_source))
-    unknown = UNK if encode_unk else -1
-    arrays = {"questions": _wrapped(questions.questions, indices(questions.questions, "question", unknown))}
+
+    def indices(rows: Rows, kind: str) -> list[list[int]]:
+        table = {token: index for index, token in enumerate(getattr(vocab, kind)) if token not in SPECIAL_TOKENS}
+        if kind == "question" and encode_unk:
+            table = defaultdict(lambda: UNK, table)
+        found = []
+        for number, row in enumerate(rows):
+            try:
+                found.append([table[token] for token in row])
+            except KeyError as error:
+                (token,) = error.args
+                clevr = token in getattr(Vocab.clevr(), kind) and vocab_source != CLEVR
+                hint = f"--vocab {CLEVR} has it" if clevr else "give a vocabulary that has it with --vocab FILE"
+                hint += ", --encode-unk encodes such tokens as <UNK>" if kind == "question" else ""
+                what = f"{kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"
+                raise InputError(f"{questions.source}: question {number}: {what}") from None
+        return found
+
+    arrays = {"questions": _padded(indices(questions.questions, "question"))}
     if questions.programs is not None:
-        arrays["programs"] = _wrapped(questions.programs, indices(questions.programs, "program"))
+        arrays["programs"] = _padded(indices(questions.programs, "program"))
     if questions.answers is not None:
-        arrays["answers"] = indices(questions.answers, "answer")
+        arrays["answers"] = np.array(indices(questions.answers, "answer"), dtype=np.int32)[:, 0]
     if questions.question_families is not None:
         arrays["question_families"] = questions.question_families
     return arrays | {"image_idxs": questions.image_idxs, "orig_idxs": questions.orig_idxs}
 
 
-def _indices(rows: TokenRows, kind: str, unknown: int = -1, *, vocab: Vocab, sources: tuple[str, str]) -> np.ndarray:
-    """Return the indices of all tokens of `rows` in the vocabulary of a kind, with `unknown` for those not in it.
-
-    Raises:
-        InputError: a token is not in the vocabulary, and `unknown` is below 0.
-    """
-    source, vocab_source = sources
-    positions = {token: position for position, token in enumerate(getattr(vocab, kind)) if token not in SPECIAL_TOKENS}
-    table = np.array([positions.get(name, unknown) for name in rows.names], dtype=np.int32)
-    indices = table[rows.ids]
-    missing = np.flatnonzero(indices < 0)
-    if missing.size:
-        token = rows.names[rows.ids[missing[0]]]
-        question = np.searchsorted(np.cumsum(rows.lengths), missing[0], side="right")
-        clevr = token in getattr(Vocab.clevr(), kind) and vocab_source != CLEVR
-        hint = f"--vocab {CLEVR} has it" if clevr else "give a vocabulary that has it with --vocab FILE"
-        hint += ", --encode-unk encodes such tokens as <UNK>" if kind == "question" else ""
-        raise InputError(
-            f"{source}: question {question}: {kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"
-        )
-    return indices
-
-
-def _wrapped(rows: TokenRows, indices: np.ndarray) -> np.ndarray:
+def _padded(rows: list[list[int]]) -> np.ndarray:
     """Return (N, longest row + 2) indices: <START>, the row, <END>, then <NULL>."""
-    columns = np.arange(rows.lengths.max() + 2)
-    padded = np.full((len(rows.lengths), len(columns)), NULL, dtype=np.int32)
+    lengths_N = np.array([len(row) for row in rows])
+    columns = np.arange(lengths_N.max() + 2)
+    padded = np.full((len(rows), len(columns)), NULL, dtype=np.int32)
     padded[:, 0] = START
-    # A boolean mask is filled row by row, in the order of the ids.
-    padded[(columns > 0) & (columns <= rows.lengths[:, None])] = indices
-    padded[np.arange(len(padded)), rows.lengths + 1] = END
+    # A boolean mask is filled row by row.
+    padded[(columns > 0) & (columns <= lengths_N[:, None])] = list(chain.from_iterable(rows))
+    padded[np.arange(len(rows)), lengths_N + 1] = END
     return padded
-
-
-def check_images(questions: QuestionSet, num_images: int) -> None:
-    """Check that all questions are about the `num_images` images that there are.
-
-    Raises:
-        InputError: a question is about another image.
-    """
-    outside = np.flatnonzero((questions.image_idxs < 0) | (questions.image_idxs >= num_images))
-    if outside.size:
-        position = outside[0]
-        raise InputError(
-            f"{questions.source}: question {position} is about image {questions.image_idxs[position]}, "
-            f"but there are {num_images} images (0 to {num_images - 1})"
-        )

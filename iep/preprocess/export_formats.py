@@ -2,7 +2,7 @@
 
 | format | files | images |
 |---|---|---|
-| hf, trl, easyr1, verl | `data/SPLIT-00000-of-00001.parquet`, ... | in the rows, as encoded bytes |
+| hf, trl, easyr1, verl | `data/SPLIT-00000-of-00001.parquet` | in the rows, as encoded bytes |
 | swift | `SPLIT.jsonl` | `images/SPLIT/` |
 | llava | `SPLIT.json` | `images/SPLIT/` |
 | nscl | `SPLIT/questions.json`, `scenes.json` and `vocab.json` | `SPLIT/images/` |
@@ -15,9 +15,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
-from itertools import chain, compress, islice, zip_longest
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from PIL import Image
 from tqdm import tqdm
 
 from iep.errors import InputError
-from iep.preprocess.clevr_files import read_scenes
 from iep.preprocess.export_rows import Row, SplitFiles, choose, open_splits
 from iep.runtime.files import write_json
 from iep.runtime.locks import new_directory
@@ -51,8 +50,8 @@ THINK_INSTRUCTION = "Think in <think> </think>, then give the answer, one word o
 """The instructions that prompts of reinforcement learning add to a question; `iep.reward` reads such answers."""
 SHORT_ANSWER = "Answer the question using a single word or phrase."
 """The instruction of LLaVA-1.5 (Liu et al. 2023, Improved Baselines with Visual Instruction Tuning, 3.2)."""
-GROUP_ROWS, SHARD_ROWS = 200, 10_000
-"""The rows that are in memory at once, and the rows of a parquet file. Parquet stores equal images of a group once."""
+GROUP_ROWS = 200
+"""The rows that are in memory at once. Parquet stores equal images of a group once."""
 NSCL_WORDS = ("<UNK>", "<BOS>", "<EOS>", "<CONCEPTS>", "<REL_CONCEPTS>", "<ATTRIBUTES>")
 
 
@@ -131,45 +130,37 @@ def export(
             say(f"{name}: left out, as its questions have no answers")
         for split in splits:
             flags = choose(split, max_length, per_type, seed)
-            rows = compress(split.rows() if form == "nscl" else split.rows_with_scenes(trace), flags)
+            rows = compress(split.rows(with_scenes=form != "nscl", with_trace=trace), flags)
             rows = tqdm(rows, desc=split.name, total=sum(flags), unit=" questions", delay=0.5)
             if form == "nscl":
                 words |= _write_nscl(directory / split.name, split, rows)
-            elif ending == "parquet":
-                entries = (
-                    entry_of(form, row, split.name, _embedded(split.images[row.image]), instruction) for row in rows
-                )
-                _write_parquet(directory / "data", split.name, entries, -(-sum(flags) // SHARD_ROWS))
             else:
-                images = Path("images", split.name)
-                (directory / images).mkdir(parents=True)
-                placed = ((row, _place(split.images[row.image], directory / images)) for row in rows)
-                entries = (
-                    entry_of(form, row, split.name, str(images / image.name), instruction) for row, image in placed
-                )
-                _write_json(directory / f"{split.name}.{ending}", entries)
+                image = _embedded if ending == "parquet" else partial(_place, directory, Path("images", split.name))
+                entries = (entry_of(form, row, split.name, image(split.images[row.image]), instruction) for row in rows)
+                if ending == "parquet":
+                    _write_parquet(directory / "data", split.name, entries)
+                else:
+                    _write_json(directory / f"{split.name}.{ending}", entries)
             say(f"{split.name}: {sum(flags):,} of {len(flags):,} questions")
         for split in splits if form == "nscl" else ():
             vocab = ("<PAD>", *sorted(words), *NSCL_WORDS)
             write_json(directory / split.name / "vocab.json", {word: index for index, word in enumerate(vocab)})
 
 
-def _write_parquet(directory: Path, split: str, entries: Iterator[dict[str, Any]], shards: int) -> None:
-    """Write entries as shards, whose schema tells `datasets` which columns are images."""
+def _write_parquet(directory: Path, split: str, entries: Iterator[dict[str, Any]]) -> None:
+    """Write entries to a file whose schema tells `datasets` which columns are images."""
     from pyarrow import Table, parquet
 
-    groups = iter(lambda: list(islice(entries, GROUP_ROWS)), [])
-    first = next(groups)
+    first = list(islice(entries, GROUP_ROWS))
     images = {"image": {"_type": "Image"}, "images": [{"_type": "Image"}]}
     features = {name: feature for name, feature in images.items() if name in first[0]}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    schema, groups = Table.from_pylist(first).schema.with_metadata(metadata), chain([first], groups)
+    schema = Table.from_pylist(first).schema.with_metadata(metadata)
     directory.mkdir(exist_ok=True)
-    for shard in range(shards):
-        path = directory / f"{split}-{shard:05}-of-{shards:05}.parquet"
-        with open(path, "wb") as file, parquet.ParquetWriter(file, schema) as writer:  # Arrow opens only UTF-8 names
-            for group in islice(groups, SHARD_ROWS // GROUP_ROWS):
-                writer.write_table(Table.from_pylist(group, schema=schema))
+    path = directory / f"{split}-00000-of-00001.parquet"
+    with open(path, "wb") as file, parquet.ParquetWriter(file, schema) as writer:  # Arrow opens only UTF-8 names
+        for group in chain([first], iter(lambda: list(islice(entries, GROUP_ROWS)), [])):
+            writer.write_table(Table.from_pylist(group, schema=schema))
 
 
 def _write_json(path: Path, entries: Iterable[dict[str, Any]], key: str = "") -> None:
@@ -190,29 +181,29 @@ def _embedded(image: Path) -> dict[str, Any]:
     return {"bytes": image.read_bytes(), "path": image.name}
 
 
-def _place(image: Path, directory: Path) -> Path:
-    """Return the path of an image in a directory, after linking or copying it there."""
-    target = directory / image.name
+def _place(directory: Path, folder: Path, image: Path) -> str:
+    """Link or copy an image into a folder of a directory, and return its path in the directory."""
+    target = directory / folder / image.name
+    target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():
         _check(image)
         try:
             os.link(image.resolve(), target)
         except OSError:  # on another file system, or on one without hard links
             shutil.copyfile(image, target)
-    return target
+    return str(folder / image.name)
 
 
 def _check(image: Path) -> None:
     with reading(image, "an image"):
         if not is_whole_png(image):
             raise InputError("not a whole PNG image")
-        Image.open(image).close()  # refuses a header of too many pixels, before a reader of the export does
 
 
 def _write_nscl(directory: Path, split: SplitFiles, rows: Iterable[Row]) -> set[str]:
     """Write all images and scenes of a split and the questions `rows`; return the words of the questions."""
-    (directory / "images").mkdir(parents=True)
-    _write_json(directory / "scenes.json", _nscl_scenes(split, directory / "images"), "scenes")
+    directory.mkdir()
+    _write_json(directory / "scenes.json", _nscl_scenes(split, directory), "scenes")
     words: set[str] = set()
 
     def source(row: Row) -> dict[str, Any]:
@@ -224,16 +215,13 @@ def _write_nscl(directory: Path, split: SplitFiles, rows: Iterable[Row]) -> set[
 
 
 def _nscl_scenes(split: SplitFiles, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the scene of each image, which is placed in a directory.
+    """Yield the scene of each image, which is placed in `images` of a directory.
 
     Objects have masks, or else the scene has their estimated boxes as `objects_detection`.
     """
-    for n, (scene, path) in enumerate(zip_longest(read_scenes(split.scenes), split.images)):
-        if scene is None or path is None or scene.get("image_index", n) != n:
-            what = f"scene {n} is {'missing' if scene is None else f'not that of image {n}'}"
-            raise InputError(f"{split.scenes}: {what}, expected one scene of each of the {len(split.images)} images")
-        image = _place(path, directory)
-        with Image.open(image) as opened:
+    for text, image in zip(split.scene_texts(), split.images, strict=True):
+        scene = json.loads(text)
+        with Image.open(directory / _place(directory, Path("images"), image)) as opened:
             width, height = opened.size
         with reading(split.scenes, "a CLEVR scenes file"):
             scene["image_filename"] = image.name

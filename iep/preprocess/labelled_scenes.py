@@ -6,6 +6,7 @@ in CLEVR v1.0 and in what `iep-synth` writes. Shapes: N images, M objects of an 
 
 from collections.abc import Callable
 from copy import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from tqdm import tqdm
 from iep.backbone.network import ABSENT
 from iep.data.question_file import Questions, Split
 from iep.errors import InputError, nearest
-from iep.preprocess.clevr_files import scenes_path
+from iep.preprocess.clevr_files import read_scenes, scenes_path
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import listing, value_digest
 from iep.runtime.devices import available_memory
 from iep.runtime.distributed import is_main
-from iep.runtime.reading import read_json, reading
+from iep.runtime.reading import reading
 from iep.synth.world import ATTRIBUTES, VALUES
 
 BELOW_1 = 1 - 2**-20
@@ -51,8 +52,9 @@ class SceneImages:
         """Bytes of one image's pixels."""
         return int(np.prod(self.shape[1:]))
 
+    @property
     def digest(self) -> str:
-        """Return a digest of the names and sizes of the images' files."""
+        """The digest of the names and sizes of the images' files."""
         return value_digest(listing(self._images))
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
@@ -108,23 +110,18 @@ def open_scenes(
 
     Raises:
         InputError: a file is missing or damaged, a scene has an object without a place in the image, with an unknown
-            attribute or without one (names the scene and the object), or no scene has an object.
+            attribute or without one, or no scene has an object.
     """
     path, directory = scenes_path(clevr_dir, split), clevr_dir / "images" / split
-    scenes = read_json(path, "a CLEVR scenes file")
-    with reading(path, "a CLEVR scenes file"):
-        scenes = scenes["scenes"] if isinstance(scenes, dict) else None
-        if not isinstance(scenes, list) or not all(isinstance(scene, dict) for scene in scenes):
-            raise InputError("expected a list of objects under the key 'scenes'")
-        scenes = scenes[skip:][:num_samples]
-        if not scenes:
-            raise InputError("there are no scenes" + (f" after the first {skip}" if skip else ""))
-        images = [directory / _text(scene, "image_filename", f"scene {n}") for n, scene in enumerate(scenes, skip)]
-    objects = []
-    for number, (scene, image) in enumerate(zip(scenes, images, strict=True), skip):
-        with reading(image, "an image"), Image.open(image) as opened:
-            width_height = opened.size
+    scenes = list(islice(read_scenes(path), skip, None if num_samples is None else skip + num_samples))
+    if not scenes:
+        raise InputError(f"{path}: there are no scenes after the first {skip}")
+    images, objects = [], []
+    for number, scene in enumerate(scenes, skip):
         with reading(path, "a CLEVR scenes file"):
+            images.append(directory / scene["image_filename"])
+            with reading(images[-1], "an image"), Image.open(images[-1]) as opened:
+                width_height = opened.size
             objects.append(_objects(scene, width_height, f"scene {number}"))
     most = max(map(len, objects))
     if most == 0:
@@ -139,32 +136,16 @@ def open_scenes(
 
 def _objects(scene: dict[str, Any], width_height: tuple[int, int], name: str) -> list[list[float]]:
     """Return the numbers of each object of a scene, the farthest object first."""
-    found, things = [], scene.get("objects")
-    if not isinstance(things, list) or not all(isinstance(thing, dict) for thing in things):
-        raise InputError(f"{name}: expected a list of objects under the key 'objects'")
-    for number, thing in enumerate(things):
-        what = f"{name}, object {number}"
-        place = thing.get("pixel_coords")
-        if not isinstance(place, list) or len(place) < 2 or not all(isinstance(x, (int, float)) for x in place):
-            raise InputError(f"{what}: pixel_coords is {place!r}, expected [x, y, depth]")
-        if not all(0 <= x <= most for x, most in zip(place[:2], width_height, strict=True)):
-            raise InputError(
-                f"{what}: pixel_coords is {place!r}, outside its image of {width_height[0]}x{width_height[1]}"
-            )
-        values = [_index(thing, attribute, what) for attribute in ATTRIBUTES]
-        point = [min(x / most, BELOW_1) for x, most in zip(place[:2], width_height, strict=True)]  # pixels are rounded
-        found.append((place[2] if len(place) > 2 else 0.0, [*point, *values]))
+    found = []
+    for number, thing in enumerate(scene["objects"]):
+        *place, depth = thing["pixel_coords"]
+        if not all(0 <= x <= most for x, most in zip(place, width_height, strict=True)):
+            size = "x".join(map(str, width_height))
+            raise InputError(f"{name}, object {number}: pixel_coords is {[*place, depth]}, outside its image of {size}")
+        for attribute, known in VALUES.items():
+            if (value := thing[attribute]) not in known:
+                what = f"{name}, object {number}: {attribute} is {value!r}, expected one of {', '.join(known)}"
+                raise InputError(f"{what}{nearest(value, known)}")
+        point = [min(x / most, BELOW_1) for x, most in zip(place, width_height, strict=True)]  # pixels are rounded
+        found.append((depth, [*point, *(VALUES[attribute].index(thing[attribute]) for attribute in ATTRIBUTES)]))
     return [numbers for _, numbers in sorted(found, key=lambda each: -each[0])]
-
-
-def _index(thing: dict[str, Any], attribute: str, what: str) -> int:
-    value, known = _text(thing, attribute, what), VALUES[attribute]
-    if value not in known:
-        raise InputError(f"{what}: {attribute} is {value!r}, expected one of {', '.join(known)}{nearest(value, known)}")
-    return known.index(value)
-
-
-def _text(holder: dict[str, Any], key: str, what: str) -> str:
-    if not isinstance(holder.get(key), str):
-        raise InputError(f"{what}: {key} is {holder.get(key)!r}, expected text")
-    return holder[key]

@@ -82,17 +82,15 @@ class FeatureRows:
         done_N: whether each row was complete when the file was opened.
     """
 
-    def __init__(self, partial: Path, file: BinaryIO, spec: FeaturesSpec, done_N: np.ndarray):
+    def __init__(self, partial: Path, file: BinaryIO, dtype: np.dtype, done_N: np.ndarray):
         self.done_N = done_N
-        self._file, self._spec = file, spec
+        self._file, self._dtype = file, dtype
         with open_hdf5(partial) as hdf5:
             self._offsets = [hdf5[name].id.get_offset() for name in (_DATASET, _CHECKSUMS)]
 
     def write(self, first: int, rows_BCHW: np.ndarray) -> None:
         """Write rows `first` to `first` + B - 1, and then their checksums."""
-        content = np.ascontiguousarray(rows_BCHW, dtype=self._spec.dtype)
-        assert content.shape[1:] == self._spec.shape[1:], content.shape
-        assert 0 <= first <= first + len(content) <= self._spec.shape[0], (first, len(content))
+        content = np.ascontiguousarray(rows_BCHW, dtype=self._dtype)
         for values, offset in zip((content, row_checksums(content)), self._offsets, strict=True):
             self._file.seek(offset + first * values[0].nbytes)
             self._file.write(values.data)
@@ -114,7 +112,7 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool) -> Iterator[Fe
     partial = path.with_name(f"{path.name}.partial")
     done_N = by_main(lambda: _resume(partial, spec, overwrite))
     with os_errors_name(partial), open(partial, "r+b") as file:
-        yield FeatureRows(partial, file, spec, done_N)
+        yield FeatureRows(partial, file, spec.dtype, done_N)
         os.fsync(file.fileno())
         barrier()
         if is_main():
@@ -124,14 +122,8 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool) -> Iterator[Fe
 
 def _resume(partial: Path, spec: FeaturesSpec, overwrite: bool) -> np.ndarray:
     """Create the unfinished file unless there is one, and return which of its (N,) rows are complete."""
-
-    def check() -> None:
-        check_same(partial, _recorded(partial), {IMAGES: len(spec.images), **spec.recipe})
-        with open_hdf5(partial) as hdf5:
-            if _IMAGES not in hdf5:
-                raise InputError("was begun by an earlier version")
-
-    if not is_current(partial, check, overwrite):
+    recipe = {IMAGES: len(spec.images), **spec.recipe}
+    if not is_current(partial, lambda: check_same(partial, _recorded(partial), recipe), overwrite):
         _create(partial, spec)
         return np.zeros(len(spec.images), dtype=bool)
     images_N = _image_checksums(spec)

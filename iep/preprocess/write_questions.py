@@ -5,8 +5,7 @@ This module chooses the vocabulary, skips files that are already done, and write
 """
 
 import io
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -24,13 +23,12 @@ from iep.preprocess.encode_questions import (
     CLEVR,
     QuestionSet,
     build_vocab,
-    check_images,
     encode,
     expand_vocab,
     load_questions,
 )
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, file_digest, is_current, write_recipe
-from iep.runtime.files import arrays_digest, atomic_path, os_errors_name
+from iep.runtime.files import arrays_digest, write_bytes
 from iep.vocab import Vocab
 
 
@@ -58,7 +56,6 @@ def preprocess_questions(
     files: dict[str, Path],
     out: Path,
     options: QuestionOptions,
-    num_images: Mapping[str, int],
     overwrite: bool,
     say: Callable[[str], None],
     verify: bool = False,
@@ -71,7 +68,6 @@ def preprocess_questions(
     Args:
         files: split -> question file.
         out: the directory of `vocab.json` and `{split}_questions.h5`.
-        num_images: split -> number of its images; a split without images is checked against its features file.
         overwrite: replace files made from other questions or with other options; otherwise they are errors.
         say: a function that is called with one line for each file.
         verify: read the files that are already done, and check that they are undamaged.
@@ -98,24 +94,15 @@ def preprocess_questions(
     todo = [s for s, path in targets.items() if not is_current(path, partial(check, path, recipes[s]), overwrite)]
     vocab_is_done = is_current(vocab_path, check_vocab, overwrite)
 
-    arrays = {}
+    arrays = {split: encode(load(split), vocab, source, options.encode_unk) for split in todo}
+    if not vocab_is_done:
+        vocab.save(vocab_path)
     for split in todo:
-        count = num_images.get(split) or _num_features(split_files(out, split)[1])
-        if count is not None:
-            check_images(load(split), count)
-        arrays[split] = encode(load(split), vocab, source, options.encode_unk)
-
-    made = {}
-    with ExitStack() as stack:  # all files are written beside their targets before any is renamed
-        if not vocab_is_done:
-            vocab.save(_temporary(stack, vocab_path))
-            sizes = f"{len(vocab.question)} question, {len(vocab.program)} program, {len(vocab.answer)} answer tokens"
-            made[vocab_path] = sizes
-        for split in todo:
-            _write(_temporary(stack, targets[split]), arrays[split], recipes[split] | {"vocab_from": made_from})
-            made[targets[split]] = f"{len(arrays[split]['questions'])} questions"
-    for path in (vocab_path, *targets.values()):
-        say(f"{path}: {made.get(path, 'already done')}")
+        _write(targets[split], arrays[split], recipes[split] | {"vocab_from": made_from})
+    sizes = f"{len(vocab.question)} question, {len(vocab.program)} program, {len(vocab.answer)} answer tokens"
+    say(f"{vocab_path}: {'already done' if vocab_is_done else sizes}")
+    for split, path in targets.items():
+        say(f"{path}: {len(arrays[split]['questions'])} questions" if split in todo else f"{path}: already done")
     for path in sorted(out.glob("*_questions.h5")):
         if _recorded_if_sound(path).get("vocab_digest", vocab.digest) != vocab.digest:
             say(f"{path}: encoded with another vocabulary than the new vocab.json; preprocess that split again")
@@ -174,14 +161,6 @@ def _recorded(path: Path) -> dict[str, Any]:
         return read_attributes(file)
 
 
-def _num_features(path: Path) -> int | None:
-    """Return the number of images in a features file, or None if there is no such file or it has no features."""
-    if not path.exists():
-        return None
-    with open_hdf5(path) as file:
-        return len(file["features"]) if "features" in file else None
-
-
 def _recorded_if_sound(path: Path) -> dict[str, Any]:
     try:
         return _recorded(path)
@@ -196,10 +175,4 @@ def _write(path: Path, arrays: dict[str, np.ndarray], recipe: Recipe) -> None:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)
         write_recipe(file, {**recipe, CONTENT_DIGEST: arrays_digest(arrays)})
-    path.write_bytes(image.getbuffer())
-
-
-def _temporary(stack: ExitStack, target: Path) -> Path:
-    """Return a temporary file beside `target` that is renamed to it when `stack` closes without an error."""
-    stack.enter_context(os_errors_name(target))
-    return stack.enter_context(atomic_path(target))
+    write_bytes(path, image.getvalue())

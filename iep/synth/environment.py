@@ -1,12 +1,15 @@
 """One question about one generated image: an environment for training and testing models, without files."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from random import Random
 from typing import Any
 
 from PIL import Image
 
+from iep.errors import InputError
 from iep.programs import json_to_prefix
 from iep.synth.executor import facts_of, trace
 from iep.synth.question_generator import ask
@@ -53,15 +56,21 @@ def sample(
         size: width and height of the image in pixels.
 
     Raises:
-        ValueError: a range is empty or out of bounds, or no question of that length was found.
+        InputError: an argument has a wrong type, a range is empty or out of bounds, or no question of that length was
+            found.
     """
+    if not isinstance(seed, Integral):
+        raise InputError(f"seed={seed!r}, expected a whole number")
+    for name, pair in {"objects": objects, "length": length, "size": size}.items():
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(each, Integral) for each in pair):
+            raise InputError(f"{name}={pair!r}, expected two whole numbers")
     (fewest, most), (shortest, longest), (width, height) = objects, length, size
     if not 1 <= fewest <= most <= 10:
-        raise ValueError(f"objects={objects}, expected a range within 1 to 10")
+        raise InputError(f"objects={objects}, expected a range within 1 to 10")
     if not 1 <= shortest <= longest >= 2:
-        raise ValueError(f"length={length}, expected the smallest and the largest number of functions, at least 2")
+        raise InputError(f"length={length}, expected the smallest and the largest number of functions, at least 2")
     if min(size) < 1:
-        raise ValueError(f"size={size}, expected a width and a height in pixels")
+        raise InputError(f"size={size}, expected a width and a height in pixels")
     rng = Random(f"{seed}/{fewest}-{most}/{shortest}-{longest}")
     rules = SceneRules(fewest, most, aspect=width / height)
     for _ in range(SCENES):
@@ -73,4 +82,4 @@ def sample(
                 image = Image.fromarray(render(scene, width, height))
                 program = " ".join(json_to_prefix([*question.program]))
                 return Example(image, question.text, question.answer, program, trace(question.program, facts), entry)
-    raise ValueError(f"no question of {shortest} to {longest} functions about {fewest} to {most} objects was found")
+    raise InputError(f"no question of {shortest} to {longest} functions about {fewest} to {most} objects was found")

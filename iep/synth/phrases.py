@@ -52,10 +52,6 @@ class Phrase:
         both = ["intersect"] if len(self.links) == 2 else []
         return (*reversed(filters), *both, *base)
 
-    def tokens_after(self, *functions: str) -> tuple[str, ...]:
-        """Return the prefix tokens with functions applied to the set."""
-        return (*functions, *self.tokens)
-
 
 def bits(objects: int) -> list[int]:
     """Return the indices in a set."""

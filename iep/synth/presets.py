@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from iep.synth.scenes import SceneRules
-from iep.synth.templates import CLOSURE_GROUPS, GROUPS
 
 SPLITS = ("train", "val", "test")
 
@@ -27,9 +26,6 @@ class Options:
     """How many times more likely the families of a group are than others; see `question_generator.ask`."""
     seed: int = 0
     annotations: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.emphasis.keys() <= {*GROUPS, *CLOSURE_GROUPS}, self.emphasis
 
 
 PRESETS = {

@@ -188,7 +188,7 @@ def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
 
         right = describe_set(search, accept, family.links[1])
         if right is not None and right.tokens != left.tokens:
-            return (family.head, *left.tokens_after("count"), *right.tokens_after("count")), (left, right), ()
+            return (family.head, "count", *left.tokens, "count", *right.tokens), (left, right), ()
     return None
 
 
@@ -206,8 +206,8 @@ def _find_comparison(family: Family, search: Search, answer: str) -> tuple | Non
         first = describe_one(search, left, family.links[0], silent)
         second = first and describe_one(search, right, family.links[1], silent)
         if second:
-            ask_for = (f"query_{attribute}", "unique")
-            return (family.head, *first.tokens_after(*ask_for), *second.tokens_after(*ask_for)), (first, second), ()
+            query = (f"query_{attribute}", "unique")
+            return (family.head, *query, *first.tokens, *query, *second.tokens), (first, second), ()
     return None
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from random import Random
@@ -48,15 +49,6 @@ Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
-class Block:
-    """The images `start` to `stop` of a split, which are made together."""
-
-    split: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Made:
     """A block's entries in the scenes file and in each questions file as JSON text, and the tally of its questions."""
 
@@ -79,48 +71,25 @@ def synthesize(
         progress: is called with a split and the number of images just made.
 
     Raises:
-        InputError: `out` contains something else, the scenes are too small for that many questions, or a questions
-            file would be empty.
+        InputError: `out` contains something else, or the scenes are too small for that many questions.
         OSError: a file cannot be written (names it).
     """
-    _check_questions(out, options)
+    splits = [split for split in SPLITS if getattr(options, split)]
+    for split in splits:
+        make_image(options, split, 0, Counter())  # finds options that do not go together before anything is written
     _claim(out, options, force)
     tallies: dict[str, Tally | None] = {}
     with _mapping(workers) as run:
-        for split in SPLITS:
+        for split in splits:
             count = getattr(options, split)
-            if count == 0:
-                continue
             if _is_finished(out, options, split):
                 tallies[split] = None
                 progress(split, count)
                 continue
-            blocks = [Block(split, start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
-            made = run(_Maker(out, options), blocks)
+            blocks = [range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
+            made = run(partial(_make_block, out, options, split), blocks)
             tallies[split] = _write_split(out, options, split, zip(blocks, made, strict=True), progress)
     return tallies
-
-
-def _check_questions(out: Path, options: Options) -> None:
-    """Check, before anything is written, that every questions file will have a question.
-
-    Raises:
-        InputError: a file would be empty, or no scene of these sizes allows that many different questions.
-    """
-    for split in SPLITS:
-        count, empty, balance = getattr(options, split), {*_json_paths(out, options, split)[1]}, Counter()
-        for index in range(count):
-            if not empty:
-                break
-            if index % BLOCK == 0:
-                balance.clear()
-            generated = make_image(options, split, index, balance)[2]
-            empty -= {_questions_path(out, options, split, FAMILIES[each.family].group) for each in generated}
-        if count and empty:
-            raise InputError(
-                f"{min(empty)}: would have no question; make more images than {count}, ask more questions about each, "
-                "or add objects"
-            )
 
 
 def make_image(options: Options, split: str, index: int, balance: Counter) -> tuple[Scene, dict, list[Question]]:
@@ -144,30 +113,23 @@ def make_image(options: Options, split: str, index: int, balance: Counter) -> tu
     )
 
 
-@dataclass(frozen=True)
-class _Maker:
-    """Make a block: write its images, and return the rest. A class, so that it can be sent to a worker."""
-
-    out: Path
-    options: Options
-
-    def __call__(self, block: Block) -> Made:
-        balance, tally = Counter(), Tally()
-        scenes, questions = [], defaultdict(list)
-        for index in range(block.start, block.stop):
-            scene, entry, generated = make_image(self.options, block.split, index, balance)
-            paths = _picture_paths(self.out, self.options, block.split, index)
-            _write_png(paths[0], lambda scene=scene: render(scene, self.options.width, self.options.height))
-            if len(paths) == 2:
-                depth_HW = annotate(scene, entry["objects"], self.options.width, self.options.height)
-                _write_png(paths[1], lambda depth_HW=depth_HW: depth_HW)
-            scenes.append(json.dumps(entry))
-            for position, question in enumerate(generated):
-                number = index * self.options.questions_per_image + position
-                path = _questions_path(self.out, self.options, block.split, FAMILIES[question.family].group)
-                questions[path].append(json.dumps(question_json(question, block.split, index, number)))
-                tally.add(question.program, question.answer)
-        return Made(", ".join(scenes), {path: ", ".join(texts) for path, texts in questions.items()}, tally)
+def _make_block(out: Path, options: Options, split: str, indices: range) -> Made:
+    """Write the images of a block, and return the rest."""
+    balance, tally = Counter(), Tally()
+    scenes, questions = [], defaultdict(list)
+    for index in indices:
+        scene, entry, generated = make_image(options, split, index, balance)
+        paths = _picture_paths(out, options, split, index)
+        _write_png(paths[0], lambda scene=scene: render(scene, options.width, options.height))
+        if len(paths) == 2:
+            depth_HW = annotate(scene, entry["objects"], options.width, options.height)
+            _write_png(paths[1], lambda depth_HW=depth_HW: depth_HW)
+        scenes.append(json.dumps(entry))
+        for number, question in enumerate(generated, index * options.questions_per_image):
+            path = _questions_path(out, options, split, FAMILIES[question.family].group)
+            questions[path].append(json.dumps(question_json(question, split, index, number)))
+            tally.add(question.program, question.answer)
+    return Made(", ".join(scenes), {path: ", ".join(texts) for path, texts in questions.items()}, tally)
 
 
 def _write_png(path: Path, draw: Callable[[], np.ndarray]) -> None:
@@ -196,7 +158,7 @@ def question_json(question: Question, split: str, image: int, number: int) -> di
 
 
 def _write_split(
-    out: Path, options: Options, split: str, results: Iterator[tuple[Block, Made]], progress: Progress
+    out: Path, options: Options, split: str, results: Iterator[tuple[range, Made]], progress: Progress
 ) -> Tally:
     """Write a split's questions and scenes as its blocks arrive; the files appear when all blocks are written."""
     tally = Tally()
@@ -209,7 +171,7 @@ def _write_split(
             for path, texts in (made.questions | dict.fromkeys(scenes, made.scenes)).items():
                 add[path](texts)
             tally.update(made.tally)
-            progress(split, block.stop - block.start)
+            progress(split, len(block))
     return tally
 
 
@@ -270,37 +232,43 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     other options.
 
     Raises:
-        InputError: `out` contains something else, or its record is damaged.
+        InputError: `out` contains something else or was made with other options (names the first), or its record is
+            damaged.
     """
-    record = {"generator": GENERATOR, **asdict(options)}
-    path = out / RECORD
-    if out.exists() and any(there.name != LOCK for there in out.iterdir()):
-        if not path.exists():
-            raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
-        found = read_json(path, "the record of iep-synth")
-        if not isinstance(found, dict):
-            raise InputError(f"{path}: {found!r:.60}, expected the record of iep-synth, an object")
-        found = {"families": "clevr"} | found  # older records have no families
-        larger = [split for split in SPLITS if found.get(split) != record[split]]
-        extends = found | {split: record[split] for split in larger} == record
-        if extends and all(isinstance(found.get(split), int) and found[split] < record[split] for split in larger):
-            for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
-                temporary.unlink(missing_ok=True)
-            if not larger:
-                return
-            for split in larger:  # pictures are kept
-                for each in chain(*_json_paths(out, options, split)):
-                    each.unlink(missing_ok=True)
-        elif not force:
-            what = f"made with other options (see {RECORD})"
-            raise InputError(f"{out}: {what}; choose a new directory or give --force; only more images can be added")
-        else:
-            for part in ("images", "depth", "questions", "scenes"):
-                if (out / part).exists():
-                    shutil.rmtree(out / part)
-            for group, split in product(CLOSURE_GROUPS, SPLITS):
-                (out / f"{group}_{split}.json").unlink(missing_ok=True)
-    write_json(path, record, indent=2)
+    record, path = {"generator": GENERATOR, **asdict(options)}, out / RECORD
+    if not out.exists() or all(there.name == LOCK for there in out.iterdir()):
+        write_json(path, record, indent=2)
+        return
+    if not path.exists():
+        raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
+    found = read_json(path, "the record of iep-synth")
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: {found!r:.60}, expected the record of iep-synth, an object")
+    there = {"families": "clevr"} | found | found.get("rules", {})  # older records have no families
+    given = record | record["rules"]
+    larger = [split for split in SPLITS if isinstance(there.get(split), int) and there[split] < given[split]]
+    others = [name for name in given if there.get(name) != given[name] and name not in ("rules", *larger)]
+    if others and not force:
+        name = others[0]
+        option = name if name == "generator" else f"--{name.replace('_', '-')}"
+        raise InputError(
+            f"{out}: was made with {option} {there.get(name)}, now it is {given[name]}; choose a new directory or give "
+            "--force; only more images can be added"
+        )
+    if others:
+        for part in ("images", "depth", "questions", "scenes"):
+            if (out / part).exists():
+                shutil.rmtree(out / part)
+        for group, split in product(CLOSURE_GROUPS, SPLITS):
+            (out / f"{group}_{split}.json").unlink(missing_ok=True)
+    else:
+        for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
+            temporary.unlink(missing_ok=True)
+        for split in larger:  # pictures are kept
+            for each in chain(*_json_paths(out, options, split)):
+                each.unlink(missing_ok=True)
+    if others or larger:
+        write_json(path, record, indent=2)
 
 
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
@@ -310,20 +278,18 @@ PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
     """Write a JSON file, whole or not at all, to whose list entries are added as text."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="ascii") as file:
-        separator = ""
-
-        def write(text: str) -> None:
-            with os_errors_name(path):  # here, because another list file may be open inside this one's block
-                file.write(text)
+        before = head
 
         def add(text: str) -> None:
-            nonlocal separator
-            write(separator + text)
-            separator = ", "
+            nonlocal before
+            with os_errors_name(path):  # here, because another list file may be open inside this one's block
+                file.write(before + text)
+            before = ", "
 
-        write(head)
         yield add
-        write("]}\n")
+        if before == head:  # no entry was added
+            add("")
+        file.write("]}\n")
 
 
 def is_whole_png(path: Path) -> bool:

@@ -13,6 +13,8 @@ starts from, `{own}`, `{an_own}` the phrase without that relation and `{it}` the
 
 from dataclasses import dataclass
 
+from iep.synth.world import ATTRIBUTES
+
 GROUPS = (
     "compare_integer",
     "comparison",
@@ -24,8 +26,6 @@ GROUPS = (
     "two_hop",
     "zero_hop",
 )
-
-
 CLOSURE_GROUPS = (
     "and_mat_spa",
     "compare_mat",
@@ -151,7 +151,6 @@ _SAME_COUNT = (
     "How many other {things} are there {same_many}?",
     "What number of other {things} are there {same_many}?",
 )
-_ORDER = ("size", "color", "material", "shape")
 
 
 def _families() -> list[Family]:
@@ -163,14 +162,14 @@ def _families() -> list[Family]:
     for links in ((0, 0), (1, 0), (1, 1)):
         for head, sentences in _INTEGERS.items():
             add("compare_integer", head, links, sentences)
-    for attribute in _ORDER:
+    for attribute in ATTRIBUTES:
         add("comparison", f"equal_{attribute}", (0, 0), _EQUAL[attribute], silent=(attribute,))
-    for attribute in _ORDER:
+    for attribute in ATTRIBUTES:
         for links in ((1, 0), (0, 1), (1, 1)):
             add("comparison", f"equal_{attribute}", links, _EQUAL[attribute], silent=(attribute,))
     _add_hops(add, "three_hop", 3, ("size", "shape", "color", "material"))
     add("single_and", "count", ("and",), _COUNT_LINKED)
-    for attribute in _ORDER:
+    for attribute in ATTRIBUTES:
         add("single_and", f"query_{attribute}", ("and",), _QUERY[attribute], silent=(attribute,))
     _add_same(add)
     add("single_or", "count", (0, 0), _EITHER)
@@ -181,8 +180,8 @@ def _families() -> list[Family]:
     add("single_or", "count", (0, 0), _EITHER, extra="shape")
     add("single_or", "count", (1, 0), _EITHER)
     add("single_or", "count", (0, 1), _EITHER)
-    _add_hops(add, "one_hop", 1, ("size", "color", "material", "shape"))
-    _add_hops(add, "two_hop", 2, ("size", "color", "material", "shape"))
+    _add_hops(add, "one_hop", 1, ATTRIBUTES)
+    _add_hops(add, "two_hop", 2, ATTRIBUTES)
     add("zero_hop", "count", (0,), _COUNT)
     add("zero_hop", "exist", (0,), _EXIST)
     for attribute in ("shape", "material", "color", "size"):
@@ -200,13 +199,13 @@ def _add_hops(add, group: str, hops: int, attributes: tuple[str, ...]) -> None:
 
 def _add_same(add) -> None:
     for head, sentences in (("exist", _SAME_EXIST), ("count", _SAME_COUNT)):
-        for attribute in _ORDER:
+        for attribute in ATTRIBUTES:
             add("same_relate", head, (f"same_{attribute}",), sentences, bare=True)
     for head, sentences in (("exist", _EXIST_LINKED), ("count", _COUNT_LINKED)):
-        for attribute in _ORDER:
+        for attribute in ATTRIBUTES:
             add("same_relate", head, (f"same_{attribute}",), sentences, silent=(attribute,))
-    for attribute in _ORDER:
-        for asked in _ORDER:
+    for attribute in ATTRIBUTES:
+        for asked in ATTRIBUTES:
             if asked != attribute:
                 link = (f"same_{attribute}",)
                 add("same_relate", f"query_{asked}", link, _QUERY[asked], silent=(attribute, asked))
@@ -214,9 +213,9 @@ def _add_same(add) -> None:
 
 def _add_closure(add) -> None:
     """Add the families of CLOSURE: its templates for every attribute to match, and every other one to ask for."""
-    for match in _ORDER:
+    for match in ATTRIBUTES:
         same, silent = f"same_{match}", (match,)
-        for asked in _ORDER:
+        for asked in ATTRIBUTES:
             if asked != match:
                 both = (asked, match)
                 statement = tuple(text for text in _EQUAL[asked] if text.startswith("There is"))
