@@ -129,6 +129,9 @@ ROWS: dict[str, Callable[[Path], object]] = {
         )
     ),
     "in.csv": lambda path: write_table(path, ",", *({"id": index, "response": said} for index, said in SAID.items())),
+    "of_excel.csv": lambda path: write_table(
+        path, ";", *({"ID": index, "Said, why": "", "Response": said} for index, said in SAID.items())
+    ),
 }
 
 
@@ -153,6 +156,16 @@ def test_missing_and_unreadable_answers_are_wrong_counted_and_listed(questions: 
     page = (tmp_path / "page" / "report.html").read_text()
     assert UNREADABLE in page
     assert "None%" not in page
+
+
+@pytest.mark.parametrize(("column", "is_named"), [("my_model", True), ("prediction", False), ("question_id", False)])
+def test_answers_that_are_all_right_beside_an_unread_column_are_named(
+    questions, tmp_path: Path, column, is_named: bool
+):
+    answers = tmp_path / "of_the_data_set.csv"
+    write_table(answers, ",", *({"answer": each["answer"], column: 10 + n} for n, each in enumerate(TEXT)))
+    output = iep_eval("--answers", answers, "--questions", questions).output
+    assert ("every answer is right. Answers were read from 'answer', and not from my_model;" in output) == is_named
 
 
 def test_a_response_of_null_is_unreadable(questions: Path, tmp_path: Path):
