@@ -355,12 +355,12 @@ MEASURED = ("questions_per_second", "peak_memory_gb")
 
 
 def evaluate_in_process(settings: Evaluation, out: Path) -> bool:
-    return run_evaluation.evaluate(settings, out, ReportOptions(out, most_questions=9)) is not None
+    return run_evaluation.evaluate(settings, out, ReportOptions(out)) is not None
 
 
 def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
     settings = Evaluation(data, pg=run["pg"], ee=run["ee"], device="cpu", batch_size=4, order_by_image=True)
-    assert run_evaluation.evaluate(settings, tmp_path / "one", ReportOptions(tmp_path / "one", most_questions=9))
+    assert run_evaluation.evaluate(settings, tmp_path / "one", ReportOptions(tmp_path / "one"))
     assert together(evaluate_in_process, settings, tmp_path / "two") == [True, False]
     one, two = (tmp_path / name for name in ("one", "two"))
     for name in (PREDICTIONS, ANSWERS, ANSWERS_JSON):
@@ -391,7 +391,6 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
         ("--data {data} --baseline {lstm} --against old none.json", "none.json: no such file", 1),
         ("--data {data} --baseline {lstm} --beam-size 5", "--beam-size and --max-program-length are for", 2),
         ("--data {data} --baseline {lstm} --images x", "--images is for the HTML report and for --ee symbolic", 2),
-        ("--data {data} --baseline {lstm} --report-questions 5", "is for the HTML report: give --report DIR too", 2),
         ("--backbone synth", "--backbone and --scenes go together", 2),
         ("--backbone synth --scenes {data} --against old x", "--against does not go with --backbone", 2),
         ("--data {data} --baseline {lstm} --out {lstm}", "is a file", 2),
