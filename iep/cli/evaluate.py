@@ -173,8 +173,6 @@ def main(
         click.echo(f"Wrote {', '.join(str(out / name) for name in OUTPUTS if (out / name).exists())}")
     if report_dir is not None:
         click.echo(f"Wrote {report_dir / PAGE}")
-    if out is not None and (out / PAGE).exists() and (page is None or not out.samefile(page.directory)):
-        click.echo(f"{out / PAGE} is the page of another evaluation; --report {out} replaces it.")
 
 
 def _only(flag: str, used: Set[str]) -> None:
