@@ -40,7 +40,7 @@ def add(name: str, module: str, help: str, *options: Callable, group: click.Grou
     @all_of(*options)
     @click.pass_context
     def command(ctx: click.Context, **given: Any) -> None:
-        bench.exclude(ctx, "words", "images")
+        bench.exclude(ctx, "images")
         function = "asynchronous" if group is asynchronous else name.replace("-", "_")
         make = getattr(import_module(f"benchmarks.{module}"), function)
         if group is asynchronous:  # a round is an epoch of a seed
@@ -96,7 +96,6 @@ add(
     "lazy scope.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees or pairs per minibatch."),
     option("--cell", type=click.Choice(["binary", "child-sum"]), default="binary", help="Kind of Tree-LSTM."),
-    option("--data", type=PATH, help="File of SST, or directory of SICK for child-sum.  [default: generate trees]"),
     network(16_000, None, "Hidden size.  [default: 256 for binary, 150 for child-sum]"),
 )
 add(
@@ -113,7 +112,6 @@ add(
     "Measure a BiLSTM tagger per instance, batched and with packed nn.LSTM.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences per minibatch."),
     option("--characters/--no-characters", default=False, help="Read rare words letter by letter."),
-    option("--data", type=PATH, help="File of WikiNER with words as word|POS|tag.  [default: generate sentences]"),
     network(16_000, 256),
 )
 add(

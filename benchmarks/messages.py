@@ -24,8 +24,6 @@ from iep.batching.placement import OpPlacement, make_placed_plan
 from iep.batching.plan import Plan, Read, Signature, Types, make_plan
 from iep.batching.schedulers import make_schedule
 
-MOST_MESSAGES = 1_000_000
-"""The greatest number of messages of one instance. A loop without end sends more."""
 REMEMBERED = 1024
 """The number of instances whose graphs a network remembers. Instances with equal states have equal graphs."""
 State = Hashable
@@ -187,13 +185,14 @@ class Unrolling:
         """Return the messages that a node sends for one that it has received.
 
         Raises:
-            ValueError: the node has no route for the state, or expects another payload.
+            ValueError: the node expects another payload, or has a message for the position already.
+            KeyError: the node has no route for the state.
         """
         to, payload, state = message
         match node:
             case Apply():
-                if len(payload) != (arity := arity_of(node)):
-                    raise message.error(f"{len(payload)} tensors, but op {node.op} reads {arity}")
+                if len(payload) != arity_of(node):
+                    raise message.error(f"{len(payload)} tensors, but op {node.op} reads {arity_of(node)}")
                 slot = self.add(node.op, payload)
                 return [Message(node.to, tuple([(slot, position) for position in range(len(node.makes))]), state)]
             case Reduce(op=op, arity=arity):
@@ -206,11 +205,8 @@ class Unrolling:
                     if len(tensors) == 1:
                         return [Message(node.to, tuple(tensors), state)]
             case Cond():
-                value = node.rule(state)
-                if value not in node.routes:
-                    known = ", ".join(map(repr, node.routes))
-                    raise message.error(f"no route for {value!r}, expected one of {known}")
-                return [] if node.routes[value] is None else [Message(node.routes[value], payload, state)]
+                route = node.routes[node.rule(state)]
+                return [] if route is None else [Message(route, payload, state)]
             case Phi():
                 return [Message(node.to, payload, state)]
             case Isu():
@@ -220,8 +216,6 @@ class Unrolling:
             case Flatmap():
                 return [Message(node.to, payload, each) for each in node.states(state)]
             case Split():
-                if len(payload) != len(node.to):
-                    raise message.error(f"{len(payload)} tensors for {len(node.to)} successors, expected one each")
                 parts = zip(node.to, payload, strict=True)
                 return [Message(each, (tensor,), state) for each, tensor in parts if each is not None]
             case Concat():
@@ -235,14 +229,10 @@ class Unrolling:
                 return [Message(node.to, tuple(chain(*zip(*joined, strict=True))), group)] if joined else []
             case Ungroup():
                 states = node.states(state)
-                if not states or len(payload) % len(states):
-                    raise message.error(f"{len(payload)} tensors for {len(states)} states, expected as many for each")
                 return [Message(node.to, payload[n :: len(states)], each) for n, each in enumerate(states)]
             case Result():
-                if len(payload) != 1:
-                    raise message.error(f"a result of {len(payload)} tensors, expected one")
-                position = node.order(state) if node.order else len(self.results[to])
-                self.results[to].append((position, payload[0]))
+                (tensor,) = payload
+                self.results[to].append((node.order(state) if node.order else len(self.results[to]), tensor))
                 return []
 
     def add(self, op: int, arguments: Payload) -> int:
@@ -305,15 +295,13 @@ class MessageGraph:
             inputs: the column of each input, (num_inputs,).
 
         Raises:
-            ValueError: an input or a node is unknown; a node has no route for a state, waits for messages that do not
-                arrive, or receives a payload of another size than it expects; or an instance has `MOST_MESSAGES`.
-                Errors about messages name the node and the state.
+            ValueError: a node waits for messages that do not arrive, or receives several for one position or a payload
+                of another size than it expects; the message names the node and the state.
+            KeyError: an instance begins at an unknown node, or a node has no route for a state.
         """
         parts, slots, num_slots = [], [], len(inputs)
         for messages in instances:
             given = np.array([slot for _, numbers, _ in messages for slot in numbers], dtype=np.int64)
-            if len(given) and not 0 <= given.min() <= given.max() < len(inputs):
-                raise ValueError(f"instance {len(parts)} reads inputs {given}, expected 0 to {len(inputs) - 1}")
             parts.append(self._remembered(tuple([(to, len(numbers), state) for to, numbers, state in messages])))
             nodes = np.arange(num_slots, num_slots := num_slots + len(parts[-1][0]))
             slots.append(np.concatenate([given, nodes, self._tail]))
@@ -346,14 +334,8 @@ class MessageGraph:
         for to, size, state in messages:
             queue.append(Message(to, tuple([(next(slots), 0) for _ in range(size)]), state))
         run = Unrolling(next(slots))
-        for number in count(1):
-            if not queue:
-                break
+        while queue:
             received = queue.popleft()
-            if received.to not in self._nodes:
-                raise received.error(f"no such node, expected one of {', '.join(self._nodes)}")
-            if number == MOST_MESSAGES:
-                raise received.error(f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
             queue.extend(run.send(self._nodes[received.to], received))
         for (name, state), kept in run.waiting.items():
             raise Message(name, (), state).error(f"only {len(kept)} messages have arrived, and it waits for more")

@@ -7,7 +7,6 @@ Shapes: B samples, L leaves of all trees, G vertices of a level, P words of pack
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from benchmarks.tagger import Sentence, Tagger, read_wikiner, wikiner_like
+from benchmarks.tagger import Sentence, Tagger, wikiner_like
 from benchmarks.tree_networks import BinaryTreeLSTM, ChildSumTreeLSTM, TreeFC, lstm_state
-from benchmarks.trees import Tree, TreePair, complete_trees, read_sick, read_sst, sick_like, sst_like
+from benchmarks.trees import Tree, TreePair, complete_trees, sick_like, sst_like
 from iep.bench.compare import MIN_SAMPLES, Benchmark, Case, Competitor, Fact, seconds
 from iep.bench.strategy import PHASES, Strategy
 from iep.dynamic.plan_cache import clear_plan_cache
-from iep.errors import InputError
 
 PER_INSTANCE, LEVELS, PACKED = "per instance", "by hand: levels", "by hand: packed nn.LSTM"
 RATINGS, TAGS, LETTERS = 5, 9, 64
@@ -302,15 +300,13 @@ class PackedTagger(nn.Module):
         return self.tags(self.hidden(h_P.data).tanh())
 
 
-def tagger_network(
-    words: int, width: int, strategies: Sequence[Strategy], letters: int | None = None, tags: int = TAGS
-) -> Network:
+def tagger_network(words: int, width: int, strategies: Sequence[Strategy], letters: int | None = None) -> Network:
     """Return a tagger of sentences, which has a cell at every word in each direction.
 
     If there are `letters`, rare words are spelled, by a cell at every letter in each direction. There is then no packed
     `nn.LSTM` to compare with.
     """
-    model = Tagger(words, tags, letters, width=width)
+    model = Tagger(words, TAGS, letters, width=width)
     hand = PackedTagger(model, width)
 
     def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
@@ -325,18 +321,6 @@ def tagger_network(
     return Network(hand, cells, batched(model, strategies, loss) | by_hand)
 
 
-def _read(data: Path, read: Callable[[Path], tuple[list[Any], Any]], largest: int, seed: int) -> tuple[list[Any], Any]:
-    """Return the samples of a file in random order, and the sizes of its vocabularies.
-
-    Raises:
-        InputError: the file cannot be read, or has fewer samples than the largest minibatch.
-    """
-    found, sizes = read(data)
-    if len(found) < largest:
-        raise InputError(f"{data}: {len(found)} samples, expected at least {largest} for the largest of --batch-sizes")
-    return [found[n] for n in np.random.default_rng(seed).permutation(len(found))], sizes
-
-
 def tree_lstm(
     strategies: Sequence[Strategy],
     batch_sizes: Sequence[int],
@@ -345,21 +329,16 @@ def tree_lstm(
     words: int,
     phases: Sequence[str],
     seed: int,
-    data: Path | None,
 ) -> Benchmark:
     """Return the comparisons at every minibatch size, on trees like those of SST or pairs of trees like those of SICK.
 
     Args:
         cell: `binary` or `child-sum`.
-        data: a file of SST, or a directory of SICK; None to generate trees.
     """
     binary, count = cell == "binary", max(*batch_sizes, MIN_SAMPLES)
-    make, read, like = (binary_network, read_sst, sst_like) if binary else (child_sum_network, read_sick, sick_like)
+    make, like = (binary_network, sst_like) if binary else (child_sum_network, sick_like)
     width = width or (256 if binary else 150)
-    if data is None:
-        samples = like(count, words, np.random.default_rng(seed))
-    else:
-        samples, words = _read(data, read, max(batch_sizes), seed)
+    samples = like(count, words, np.random.default_rng(seed))
     cases = network_cases(make(words, width, strategies), minibatches_of(samples, batch_sizes), phases)
     return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words", cases, "tree" if binary else "pair")
 
@@ -388,15 +367,10 @@ def tagger(
     words: int,
     phases: Sequence[str],
     seed: int,
-    data: Path | None,
 ) -> Benchmark:
-    """Return the comparisons at every minibatch size, on sentences like those of WikiNER, or on the file `data`."""
-    tags, letters = TAGS, LETTERS
-    if data is None:
-        samples = wikiner_like(max(*batch_sizes, MIN_SAMPLES), words, tags, letters, np.random.default_rng(seed))
-    else:
-        samples, (words, tags, letters) = _read(data, read_wikiner, max(batch_sizes), seed)
-    network = tagger_network(words, width, strategies, letters if characters else None, tags)
+    """Return the comparisons at every minibatch size, on sentences like those of WikiNER."""
+    samples = wikiner_like(max(*batch_sizes, MIN_SAMPLES), words, TAGS, LETTERS, np.random.default_rng(seed))
+    network = tagger_network(words, width, strategies, LETTERS if characters else None)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
     spelled = "rare words spelled" if characters else "one vector for all rare words"
     return Benchmark(f"BiLSTM tagger, width {width}, {words} words, {spelled}", cases, "sentence")

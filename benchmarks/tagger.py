@@ -1,20 +1,17 @@
 """Taggers of words: a bidirectional LSTM over each sentence, by vertex functions; rare words may be spelled.
 
-Sentences are those of a file of WikiNER, or generated with the lengths of its English part. A word that occurs fewer
-than five times has no vector of its own. A tagger without letters has one vector for all such words; a tagger with
-letters represents each by the states of a smaller bidirectional LSTM over its letters (Neubig et al. 2017, On-the-fly
-Operation Batching in Dynamic Computation Graphs, section 5; Qiao & Taura 2019, section 4.1). Each direction is a chain
-of vertices, and all sentences run side by side.
+Sentences are generated with the lengths of those of WikiNER's English part. A rare word has no vector of its own. A
+tagger without letters has one vector for all such words; a tagger with letters represents each by the states of a
+smaller bidirectional LSTM over its letters (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic Computation
+Graphs, section 5; Qiao & Taura 2019, section 4.1). Each direction is a chain of vertices, and all sentences run side by
+side.
 
 Shapes: W words of a minibatch (or items of all sequences), T of a sentence, R rows of vectors, L letters and S spelled
 words of a minibatch, H width, E embedding.
 """
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.tree_networks import lstm_state
-from benchmarks.trees import index_words, lengths, read_lines, zipf
+from benchmarks.trees import lengths, zipf
 from iep.batching.layers import Linear
 from iep.batching.schedulers import Schedule
 from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
-from iep.errors import InputError
 
-UNKNOWN_WORD, MIN_COUNT = 0, 5
-"""The index of all rare words, and how often a word occurs that is not rare."""
+UNKNOWN_WORD = 0
+"""The index of all rare words."""
 WORDS, LETTERS = (24.5, 11.0), (8.0, 2.5)
 """The mean and standard deviation of the lengths of sentences in WikiNER's English part, and of rare words."""
 RARE_SHARE = 0.08
@@ -46,41 +42,6 @@ class Sentence(NamedTuple):
     """The index of the tag of each word, (T,)."""
     spelled: list[np.ndarray]
     """The indices of the letters of each rare word, in order."""
-
-
-def read_wikiner(path: Path) -> tuple[list[Sentence], tuple[int, int, int]]:
-    """Return the sentences of a file of lines such as `Paris|NNP|I-LOC is|VBZ|O`, and how many words, tags and letters.
-
-    The word is the text before the first `|` and the tag the text after the last; empty lines are skipped.
-
-    Raises:
-        InputError: the file cannot be read or has no sentence, or a token is not of that form; names line and token.
-    """
-    tagged = [
-        [_tagged(token, f"{path}, line {number}") for token in line.split(" ") if token]
-        for number, line in enumerate(read_lines(path), 1)
-    ]
-    counts = Counter(word for tokens in tagged for word, _ in tokens)
-    if not counts:
-        raise InputError(f"{path}: no sentences, expected one a line, such as Paris|NNP|I-LOC is|VBZ|O")
-    known = index_words(word for word, count in counts.items() if count >= MIN_COUNT)
-    letters, tags = index_words("".join(counts)), index_words(tag for tokens in tagged for _, tag in tokens)
-    sentences = [
-        Sentence(
-            np.array([1 + known.get(word, UNKNOWN_WORD - 1) for word, _ in tokens]),
-            np.array([tags[tag] for _, tag in tokens]),
-            [np.array([letters[letter] for letter in word]) for word, _ in tokens if word not in known],
-        )
-        for tokens in tagged
-        if tokens
-    ]
-    return sentences, (1 + len(known), len(tags), len(letters))
-
-
-def _tagged(token: str, where: str) -> tuple[str, str]:
-    if (found := re.fullmatch(r"([^|]+)\|(?:.*\|)?([^|]+)", token)) is None:
-        raise InputError(f"{where}: {token!r}, expected word|part of speech|tag")
-    return found[1], found[2]
 
 
 def wikiner_like(count: int, words: int, tags: int, letters: int, rng: np.random.Generator) -> list[Sentence]:

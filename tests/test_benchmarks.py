@@ -114,22 +114,6 @@ def test_every_way_is_measured_in_its_phases(command: str, given: tuple, hand: s
         assert set(height["seconds"]) == {"construction", "computation", "total"}
 
 
-SST, WIKINER = "(3 (2 good) (2 film))\n(1 (2 bad) (2 film))\n", "Paris|NNP|I-LOC is|VBZ|O\nis|VBZ|O nice|JJ|O\n"
-
-
-@pytest.mark.parametrize(
-    ("command", "content", "words"), [("tree-lstm", SST, "3 words"), ("tagger", WIKINER, "rare words spelled")]
-)
-def test_samples_of_a_file_are_measured(command: str, content: str, words: str, tmp_path: Path):
-    (tmp_path / "samples").write_text(content)
-    given = (*QUICK[:-2], "--batching", "height", "--phase", "inference", "--data", tmp_path / "samples")
-    spelled = ("--characters",) if command == "tagger" else ()
-    result = laboratory(command, *given, *spelled, "--batch-sizes", "2")
-    assert result.exit_code == 0, result.output
-    assert words in result.stdout
-    assert_one_error(laboratory(command, *given, "--batch-sizes", "3"), "2 samples, expected at least 3")
-
-
 @pytest.mark.skipif(dynet.dy is not None, reason="DyNet is installed")
 def test_without_dynet_it_says_what_to_install():
     assert_one_error(laboratory("dynet"), "DyNet is not installed: pip install dynet38")
@@ -208,7 +192,6 @@ def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: p
     [
         (("loader", "--images", 3, "--data", "x"), "--images cannot go together with --data"),
         (("moe", "--experts", "3,2", "--k", 3), "--k is 3, expected at most 2"),
-        (("tagger", "--data", "x", "--words", 9), "cannot go together with --data"),
         (("tree-fc", "--batching", "lookahed"), "did you mean 'lookahead'"),
     ],
 )

@@ -10,7 +10,7 @@ from clevr_files import write_images
 from evaluate_cases import evaluate, iep_eval
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_data import VOCAB, arrays, assert_one_error
+from tiny_data import TEST, VAL, VOCAB, arrays, assert_one_error
 
 from iep.data.question_file import Questions
 from iep.errors import InputError
@@ -55,7 +55,9 @@ def test_as_many_questions_are_listed_as_asked_for_and_none_twice(seed: int, mos
         whole = replace(whole, predictions=Predictions(whole.predictions.programs, None, None, 1.0))
     rows = choose(whole, most)
     assert len(rows) == min(most, 120)
-    assert rows.tolist() == sorted(set(rows.tolist()))
+    assert len({*rows.tolist()}) == len(rows)
+    if is_known and most >= len({*whole.questions.families}):
+        assert {*whole.questions.families[rows]} == {*whole.questions.families}, "every family is listed"
 
 
 # Pictures
@@ -76,7 +78,8 @@ def test_a_directory_without_the_splits_images_is_refused_before_anything_is_eva
 
 
 @pytest.mark.parametrize(("split", "said"), [("val", "Wrong answers"), ("test", "the split has no answers")])
-def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path, split: str, said: str):
+def test_the_page_needs_no_other_file_and_lists_a_part_of_a_long_split(data, run, tmp_path, split, said, monkeypatch):
+    monkeypatch.setattr("iep.evaluation.html_report.MOST_QUESTIONS", 8)
     evaluate(tmp_path, "--baseline", run["lstm"], "--data", data, "--split", split, "--report", tmp_path)
     page = (tmp_path / PAGE).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
@@ -84,7 +87,10 @@ def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path,
         r"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-\S+'", policy
     )
     assert not re.search(r"(src|href)=\"(?!#)", page)
-    assert said in page
+    total = {"val": VAL, "test": TEST}[split]
+    for each in (said, f"Listed are 8 of {total} questions", "No images were given"):
+        assert each in page
+    assert page.count("<article") == 8
 
 
 # Programs side by side

@@ -20,10 +20,8 @@ from iep.cli.options import (
 )
 from iep.config import PROGRAM_SOURCES, SCORED, SYMBOLIC, Evaluation
 
-OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
+OF_OUTPUTS = {"out", "report_dir", "images", "name", "others"}
 """The options of what is written and shown."""
-MOST_QUESTIONS = 1000
-"""The default of the greatest number of questions that the HTML report lists."""
 
 
 @click.command(cls=Command)
@@ -87,21 +85,13 @@ MOST_QUESTIONS = 1000
     "report_dir",
     type=DirectoryPath(),
     metavar="DIR",
-    help="Directory for report.html: accuracies, confusion and worst questions on one page.",
+    help="Directory for report.html: accuracies and the worst questions on one page.",
 )
 @click.option(
     "--images",
     type=PATH,
     metavar="CLEVR_DIR",
     help="Directory in CLEVR's layout with the images of the split, which the report shows and --ee symbolic reads.",
-)
-@click.option(
-    "--report-questions",
-    "most_questions",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Largest number of questions in the report; of a larger split, the worst and some of every kind.  "
-    f"[default: {MOST_QUESTIONS}]",
 )
 @click.option("--name", default="model", show_default=True, help="Heading of the new evaluation's column.")
 @click.option(
@@ -118,7 +108,6 @@ def main(
     name: str,
     others: tuple[tuple[str, Path], ...],
     report_dir: Path | None,
-    most_questions: int | None,
     scenes: Path | None,
     **options: Any,
 ) -> None:
@@ -143,13 +132,8 @@ def main(
         raise click.UsageError(f"give --data DIR, a directory written by iep-preprocess, or {what}")
     if report_dir is None and not (is_symbolic or options["images"] is None):
         raise click.UsageError("--images is for the HTML report and for --ee symbolic: give one of them too")
-    if report_dir is None and most_questions is not None:
-        raise click.UsageError("--report-questions is for the HTML report: give --report DIR too")
     if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):
         raise click.UsageError("--beam-size and --max-program-length are for a program generator: give --pg CKPT")
-    for flag, label in (("--name", name), *(("--against", label) for label, _ in others)):
-        if label.encode(errors="replace").decode() != label:
-            raise click.UsageError(f"{flag}: the name {label!r} is not UTF-8 text")
     # Imported late: `--help` should not wait for torch.
     from iep.evaluation.html_report import PAGE, ReportOptions
     from iep.evaluation.json_report import Report, format_table, is_report, read_report
@@ -167,11 +151,7 @@ def main(
         else (label, evaluate(Evaluation(**questions | {"answers": path})))
         for label, path in others
     ]
-    page = None
-    if report_dir is not None:
-        page = ReportOptions(
-            report_dir, MOST_QUESTIONS if most_questions is None else most_questions, name, tuple(earlier)
-        )
+    page = None if report_dir is None else ReportOptions(report_dir, name, tuple(earlier))
 
     def show(report: Report) -> None:
         click.echo(format_table([*earlier, (name, report)]))
@@ -193,8 +173,6 @@ def main(
         click.echo(f"Wrote {', '.join(str(out / name) for name in OUTPUTS if (out / name).exists())}")
     if report_dir is not None:
         click.echo(f"Wrote {report_dir / PAGE}")
-    if out is not None and (out / PAGE).exists() and (page is None or not out.samefile(page.directory)):
-        click.echo(f"{out / PAGE} is the page of another evaluation; --report {out} replaces it.")
 
 
 def _only(flag: str, used: Set[str]) -> None:

@@ -61,13 +61,14 @@ def answer_predictions(
 
     Returns:
         the vocabulary with all answers of the file, the predictions, and notes on questions without an answer and on
-        responses without a readable one, which count as wrong.
+        responses without a readable one, which count as wrong, and on a file whose answers may be the true ones.
 
     Raises:
         InputError: the file is missing or not of its format, a row has no answer, several answers are to one question,
             or answers without a question_index are more or fewer than the questions.
     """
-    responses = _aligned(path, read_rows(path), questions, questions if every is None else every)
+    rows, unused = read_rows(path)
+    responses = _aligned(path, rows, questions, questions if every is None else every)
     truths = [None] * len(responses) if questions.answers is None else [vocab.answer[n] for n in questions.answers]
     answers = [
         MISSING if each is None else read_answer(each, truth) or UNREADABLE
@@ -76,6 +77,12 @@ def answer_predictions(
     vocab = vocab.with_answers(answers)
     ranked = np.array([[vocab.answer_index[each]] for each in answers])
     notes = []
+    are_right = {answer == truth for answer, truth in zip(answers, truths, strict=True) if answer != MISSING}
+    if unused and are_right == {True}:
+        notes.append(
+            f"{path}: every answer is right. Answers were read from 'answer', and not from {', '.join(unused)}; if "
+            "'answer' is the truth, name the column of the predictions 'prediction'."
+        )
     if missing := answers.count(MISSING):
         first = questions.orig_idxs[answers.index(MISSING)]
         note = f"{path}: no answer to {missing} of {len(answers)} questions, the first with index {first}"
@@ -90,20 +97,28 @@ def answer_predictions(
     return vocab, Predictions(None, ranked, None, None), notes
 
 
-def read_rows(path: Path) -> list[tuple[int | None, str]]:
-    """Return the question_index, if it is given, and the response of each row of a file.
+def read_rows(path: Path) -> tuple[list[tuple[int | None, str]], list[str]]:
+    """Return the answers of a file, in which capitals in the names of columns do not count.
+
+    Returns:
+        the question_index, if it is given, and the response of each row; and the columns that were not read, if the
+        responses are those of the column `answer`, which may hold the true ones.
 
     Raises:
         InputError: the file is missing or not of its format, or a row has no answer (names the row).
     """
-    found = []
+    found, keys = [], set[str]()
     with reading(path, "a file of answers"):
         for number, row in enumerate(_parsed(path), 1):
+            if isinstance(row, Mapping):
+                row = {str(key).strip().lower(): value for key, value in row.items()}
+                keys |= row.keys()
             try:
                 found.append(_row(row))
             except InputError as error:
                 raise InputError(f"row {number}: {error}") from None
-    return found
+    unused = [] if keys & {*ANSWER_KEYS} != {"answer"} else sorted(keys - {"answer", *INDEX_KEYS})
+    return found, unused
 
 
 def _parsed(path: Path) -> list[Any]:
@@ -126,7 +141,10 @@ def _parsed(path: Path) -> list[Any]:
     if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(sys.maxsize)  # the tables of VLMEvalKit may hold images
         with open(path, encoding="utf-8-sig", newline="") as file:
-            return [*csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t")]
+            header = file.readline()
+            file.seek(0)
+            delimiter = max("\t,;" if path.suffix == ".tsv" else ",;\t", key=header.count)
+            return [*csv.DictReader(file, delimiter=delimiter)]
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix == ".jsonl":
         return [_from_json(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

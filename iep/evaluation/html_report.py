@@ -1,6 +1,6 @@
 """An evaluation's outcome -> one HTML file that opens from disk, with everything that it needs inside.
 
-The template `html/report.html` renders all tables and questions; its script sorts, filters and pages them. Data
+The template `html/report.html` renders all tables and questions; its script filters and pages the questions. Data
 become text and attributes, which Jinja escapes, and a content security policy lets no other script run and no address
 be fetched.
 
@@ -9,11 +9,9 @@ Shapes: N questions, R of them listed.
 
 import base64
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,15 @@ from markupsafe import Markup
 
 from iep import __version__
 from iep.evaluation.json_report import ROWS, TITLES, Report, mean_accuracy, percent, with_baselines
-from iep.evaluation.metrics import answer_groups
 from iep.evaluation.outcome import Outcome, question_text
 from iep.evaluation.question_cards import REMARKS, Maps, Pictures, choose, differ, question_cards
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
-from iep.programs import QUESTION_TYPES, program_lengths
+from iep.programs import QUESTION_TYPES
 from iep.runtime.files import write_bytes
 
 PAGE = "report.html"
+MOST_QUESTIONS = 1000
+"""The most questions that are listed, with image and programs."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,11 @@ class ReportOptions:
 
     Attributes:
         directory: where `report.html` is written.
-        most_questions: the most questions that are listed, with image and programs.
         name: the name of the evaluation.
         others: earlier reports to show beside it, by name.
     """
 
     directory: Path
-    most_questions: int
     name: str = "model"
     others: tuple[tuple[str, Report], ...] = ()
 
@@ -59,7 +56,7 @@ def write_page(
     notes: Sequence[str] = (),
     maps: Maps | None = None,
 ) -> None:
-    """Write report.html, whole or not at all. Its statistics are over all questions, of which R are listed.
+    """Write report.html, whole or not at all. It has statistics over all questions, and lists `MOST_QUESTIONS` of them.
 
     Args:
         settings: the evaluation's settings, to be shown.
@@ -70,11 +67,8 @@ def write_page(
     Raises:
         OSError: the file cannot be written.
     """
-    lengths_N = None if outcome.programs is None else program_lengths(outcome.programs, outcome.vocab.program)
     others = [each for each in with_baselines([*page.others, (page.name, report)])[:-1] if each[1].accuracy is not None]
-    by_type, by_family = _by_type(outcome, [other for _, other in others]), _by_family(outcome)
-    by_length = [] if lengths_N is None else _by_key(outcome, lengths_N)
-    rows_R = choose(outcome, page.most_questions)
+    rows_R = choose(outcome, MOST_QUESTIONS)
     text = render(
         title=f"{page.name} on {report.split}",
         tiles=_tiles(outcome, report),
@@ -82,24 +76,10 @@ def write_page(
         facts=_facts(page, report),
         settings={name: _plain(value) for name, value in settings.items()},
         outcome=outcome,
-        by_type=by_type,
+        by_type=_by_type(outcome, [other for _, other in others]),
         others=[(name, _note(other, report)) for name, other in others],
-        by_family=by_family,
-        by_length=by_length,
-        filters=[
-            ("type", "Type", by_type[1:]),
-            ("family", "Family", by_family),
-            ("length", "Functions", by_length),
-            ("answer", "Answer", _right_and_wrong(outcome, outcome.right)),
-            ("program", "Program", _right_and_wrong(outcome, outcome.exact)),
-        ],
-        confusion=_confusion(outcome),
-        cards=question_cards(
-            outcome.select(rows_R),
-            None if lengths_N is None else lengths_N[rows_R],
-            pictures,
-            None if maps is None else lambda row: maps(int(rows_R[row])),
-        ),
+        by_family=_by_family(outcome),
+        cards=question_cards(outcome.select(rows_R), pictures, maps and (lambda row: maps(int(rows_R[row])))),
         pictures=pictures,
     )
     # A vocabulary may contain a token that is not UTF-8 text.
@@ -170,7 +150,7 @@ def _facts(page: ReportOptions, report: Report) -> dict[str, str]:
 def _row(outcome: Outcome, chosen_N: np.ndarray, label: object, value: object, **more: Any) -> dict[str, Any]:
     """Return a table's row: numbers of the questions `chosen_N`, and the filter's `value` that lists them."""
     count = int(chosen_N.sum())
-    row = {"label": str(label), "value": str(value), "questions": count}
+    row = {"label": str(label), "value": value, "questions": count}
     for name, good_N in (("right", outcome.right), ("exact", outcome.exact)):
         row[name] = None if good_N is None or not count else int(good_N[chosen_N].sum()) / count
     return row | more
@@ -196,47 +176,13 @@ def _note(other: Report, report: Report) -> str:
     return "" if same else f"{other.questions:,} questions of {other.split}"
 
 
-def _by_key(outcome: Outcome, keys_N: np.ndarray) -> list[dict[str, Any]]:
-    """Return a row for the questions of every key; those of a negative one are left out."""
-    return [_row(outcome, keys_N == key, key, key) for key in np.unique(keys_N[keys_N >= 0]).tolist()]
-
-
 def _by_family(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return a row for every family, with its first question, which says more than its number."""
-    families_N = outcome.questions.families
-    rows = [] if families_N is None else _by_key(outcome, families_N)
-    for row in rows:
-        first = int((families_N == int(row["value"])).argmax())
+    """Return a row for every family, the worst first, with its first question, which says more than its number."""
+    families_N, rows = outcome.questions.families, []
+    for family in [] if families_N is None else np.unique(families_N[families_N >= 0]).tolist():
+        first = int((families_N == family).argmax())
+        example = question_text(outcome.questions.questions[first], outcome.vocab.question)
         of_type = outcome.types[first]
-        row["example"] = question_text(outcome.questions.questions[first], outcome.vocab.question)
-        row["type"] = QUESTION_TYPES[of_type] if of_type >= 0 else "unknown type"
-    return rows
-
-
-def _right_and_wrong(outcome: Outcome, good_N: np.ndarray | None) -> list[dict[str, Any]]:
-    """Return a row for the right and one for the wrong answers or programs; none where they are unknown."""
-    return [] if good_N is None else [_row(outcome, good_N, "right", "right"), _row(outcome, ~good_N, "wrong", "wrong")]
-
-
-def _confusion(outcome: Outcome) -> dict[str, Any] | None:
-    """Return the confusion matrix, None where answers are unknown.
-
-    Returns:
-        `answers` in their order; `starts`, those that begin a group of answers; `rows`, for each true answer the number
-        of questions by predicted answer.
-    """
-    if outcome.right is None:
-        return None
-    names = outcome.vocab.answer
-    true, predicted = outcome.questions.answers.tolist(), outcome.predictions.answers.tolist()
-    pairs = Counter(zip(true, predicted, strict=True))
-    groups = answer_groups({*true, *predicted}, names)
-    return {
-        "answers": [names[answer] for answer in groups],
-        "starts": {names[after] for before, after in pairwise(groups) if groups[before] != groups[after]},
-        "rows": {
-            names[answer]: {names[other]: pairs[answer, other] for other in groups if pairs[answer, other]}
-            for answer in groups
-            if answer in true
-        },
-    }
+        kind = QUESTION_TYPES[of_type] if of_type >= 0 else "unknown type"
+        rows.append(_row(outcome, families_N == family, family, family, example=example, type=kind))
+    return sorted(rows, key=lambda row: (row["right"] or 0, row["exact"] or 0))

@@ -5,12 +5,9 @@ Scores are computed in `metrics.py`; single answers are in `outcome.py`.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
-from iep.config import LARGEST
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores
 from iep.programs import QUESTION_TYPES
@@ -18,6 +15,7 @@ from iep.runtime.files import write_json
 from iep.runtime.reading import reading
 
 FORMAT = "iep report 1"
+SCORES = ("accuracy", "program_exact_match")
 MISSING = "-"
 TITLES = {"most_common": "most common answer"}
 """The headings of baselines in tables, by their names in report.json."""
@@ -66,13 +64,15 @@ def read_report(path: Path) -> Report:
     """Read report.json.
 
     Raises:
-        InputError: the file is missing, not JSON, or not a report (names the unexpected field).
+        InputError: the file is missing, not JSON, or not a report.
     """
     with reading(path, "a report that iep-eval --out writes"):
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise InputError(f'not a report, expected a JSON object with "format": "{FORMAT}"')
-        return _as_kind(content, Report, "the report")
+        scores = {name: None if content[name] is None else Scores(**content[name]) for name in SCORES}
+        baselines = {name: Scores(**each) for name, each in content["baselines"].items()}
+        return Report(**content | scores | {"baselines": baselines})
 
 
 def is_report(path: Path) -> bool:
@@ -82,32 +82,6 @@ def is_report(path: Path) -> bool:
     except (OSError, ValueError):
         return path.suffix == ".json"
     return isinstance(content, dict) and "format" in content
-
-
-def _as_kind(value: Any, kind: Any, name: str) -> Any:
-    """Return a JSON value as a `kind`, one of the types of a report's fields.
-
-    Raises:
-        InputError: the value is of another type, or is a number that is negative or not finite; names the field.
-    """
-    if get_origin(kind) is UnionType:
-        return None if value is None else _as_kind(value, get_args(kind)[0], name)
-    if get_origin(kind) is Mapping and isinstance(value, dict):
-        return {key: _as_kind(each, get_args(kind)[1], f"{name}: {key!r}") for key, each in value.items()}
-    if is_dataclass(kind) and isinstance(value, dict):
-        kinds = get_type_hints(kind)
-        for key in sorted(kinds.keys() ^ value.keys()):
-            raise InputError(f"{name}: {key!r} is {'missing' if key in kinds else 'unknown'}")
-        return kind(**{key: _as_kind(each, kinds[key], f"{name}: {key!r}") for key, each in value.items()})
-    if kind is str and isinstance(value, str):
-        return value
-    # Python's JSON has NaN, Infinity and integers beyond every float.
-    if kind in (int, float) and isinstance(value, (int, kind)) and 0 <= value <= LARGEST:
-        return value
-    raise InputError(f"{name} is {value!r:.60}, expected {_KINDS.get(kind, 'a JSON object')}")
-
-
-_KINDS = {str: "text", int: "a whole number from 0", float: "a finite number from 0"}
 
 
 def format_table(columns: Sequence[tuple[str, Report]]) -> str:

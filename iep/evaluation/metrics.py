@@ -5,13 +5,12 @@ The functions take NumPy arrays or tensors on the CPU.
 Shapes: N questions, L program tokens.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from iep.programs import QUESTION_TYPES, question_type
-from iep.synth.world import ATTRIBUTES, VALUES
 from iep.vocab import END, NULL
 
 UNKNOWN_TYPE = -1
@@ -72,25 +71,3 @@ def _until_end(programs_NL: np.ndarray, width: int) -> np.ndarray:
     ends_NL = programs_NL == END
     kept_NL = np.where(np.cumsum(ends_NL, axis=1) > ends_NL, NULL, programs_NL)
     return np.pad(kept_NL, ((0, 0), (0, width - kept_NL.shape[1])), constant_values=NULL)
-
-
-NUMBERS = 1
-KINDS_OF_ANSWERS = (("no", "yes"), (), *(VALUES[attribute] for attribute in ATTRIBUTES))
-"""Groups of answers in the order of CLEVR's question types; the group at `NUMBERS` holds all whole numbers."""
-
-
-def answer_groups(answers: Iterable[int], answer_tokens: Sequence[str]) -> dict[int, int]:
-    """Return the group of each answer, by answer, in display order.
-
-    The order is no and yes, numbers by value, CLEVR's values attribute by attribute, and all other answers; within a
-    group it is alphabetical.
-    """
-
-    def place(answer: int) -> tuple[int, int, str]:
-        token = answer_tokens[answer]
-        if token.isascii() and token.isdigit():
-            return NUMBERS, int(token), token
-        kind = next((at for at, tokens in enumerate(KINDS_OF_ANSWERS) if token in tokens), len(KINDS_OF_ANSWERS))
-        return kind, 0, token
-
-    return {answer: place(answer)[0] for answer in sorted(set(answers), key=place)}

@@ -8,9 +8,10 @@ Shapes: N questions, R of them listed, L program tokens.
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ Maps = Callable[[int], list[tuple[int, str, np.ndarray]]]
 """A function from the row of a question to the functions that ran, in prefix order. Each has its depth in the program's
 tree, its name, and a map (H, W) from 0 to 1 of where it looked."""
 MOST_MAPS = 100
-"""The most questions with maps; with a dozen functions of half a kilobyte each, they are a small part of a page."""
+"""The most wrong answers with maps; with a dozen functions of half a kilobyte each, they are a small part of a page."""
 
 
 def heat_uri(map_HW: np.ndarray) -> str:
@@ -147,56 +148,33 @@ def side_by_side(left: Sequence[Line], right: Sequence[Line]) -> list[tuple[Line
 
 
 def choose(outcome: Outcome, most: int) -> np.ndarray:
-    """Return the rows (R,) of at most `most` questions to list, in ascending order.
+    """Return the rows (R,) of at most `most` questions to list, the worst first.
 
-    If there are more questions, they are chosen in turn from the wrong answers and the wrong programs (the most
-    confident first), from all pairs of a true and a predicted answer, and from all question families.
+    Wrong answers come first, then right answers with wrong programs, both with the most confident before the others;
+    then all others, the least confident first. If there are more than `most` questions, they are taken in turn from
+    every question family (or from every type where families are unknown), the worst of each first.
     """
-    count = len(outcome.questions)
-    if count <= most:
-        return np.arange(count)
-    confidence_N = _confidence(outcome)
-    order_N = np.argsort(-confidence_N, kind="stable")
-    sorts = [order_N[~good_N[order_N]] for good_N in (outcome.right, outcome.exact) if good_N is not None]
-    answers, predicted = outcome.questions.answers, outcome.predictions.answers
-    if predicted is not None:
-        pairs_N = predicted if answers is None else answers * len(outcome.vocab.answer) + predicted
-        sorts.append(_round_robin(pairs_N[order_N], order_N))
+    count, probabilities = len(outcome.questions), outcome.predictions.ranked_probabilities
+    confidence_N = np.zeros(count) if probabilities is None else probabilities[:, 0]
+    right_N, exact_N = (np.ones(count, bool) if good_N is None else good_N for good_N in (outcome.right, outcome.exact))
+    group_N = np.where(right_N, np.where(exact_N, 2, 1), 0)
+    order_N = np.lexsort((np.where(group_N == 2, confidence_N, -confidence_N), group_N))
     kinds_N = outcome.types if outcome.questions.families is None else outcome.questions.families
-    sorts.append(_round_robin(kinds_N, np.arange(count)))
-    in_turn = chain.from_iterable(zip_longest(*(candidates.tolist() for candidates in sorts)))
-    chosen = islice(dict.fromkeys(row for row in in_turn if row is not None), most)
-    return np.array(sorted(chosen), dtype=np.int64)
+    turns, seen = [], Counter[int]()
+    for kind in kinds_N[order_N].tolist():
+        turns.append(seen[kind])
+        seen[kind] += 1
+    return order_N[np.sort(np.argsort(turns, kind="stable")[:most])]
 
 
-def _confidence(outcome: Outcome) -> np.ndarray:
-    """Return the probability of each predicted answer, (N,), 0 where no network answers."""
-    probabilities = outcome.predictions.ranked_probabilities
-    return np.zeros(len(outcome.questions)) if probabilities is None else probabilities[:, 0]
-
-
-def _round_robin(keys_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
-    """Return `rows_N` reordered: the first of every key, then the second of every key, and so on."""
-    by_key = np.argsort(keys_N, kind="stable")
-    _, first, counts = np.unique(keys_N[by_key], return_index=True, return_counts=True)
-    turn = np.arange(len(keys_N)) - np.repeat(first, counts)
-    return rows_N[by_key[np.argsort(turn, kind="stable")]]
-
-
-def question_cards(
-    outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None, maps: Maps | None = None
-) -> list[dict[str, Any]]:
+def question_cards(outcome: Outcome, pictures: Pictures | None, maps: Maps | None = None) -> list[dict[str, Any]]:
     """Return the contents of each question's card on the page.
 
-    A card has the keys of the question's row in predictions.jsonl and these: `length`; `ranked`, pairs of answer and
-    probability; `programs`, the lines of the true and the predicted program side by side; `remarks`, the kinds of lines
-    of the predicted program; `picture`, whether there is a picture; `maps`, the depth, name and map (a data URI) of
-    each function, for the most confident wrong answers; and `data`, the attributes by which the page filters and sorts,
-    None where unknown.
+    A card has the keys of the question's row in predictions.jsonl and these: `ranked`, pairs of answer and probability;
+    `programs`, the lines of the true and the predicted program side by side; `remarks`, the kinds of lines of the
+    predicted program; `picture`, whether there is a picture; `maps`, the depth, name and map (a data URI) of each
+    function, for the first wrong answers; and `data`, the attributes by which the page filters, None where unknown.
     """
-    confidence_N = _confidence(outcome)
-    wrong = [] if maps is None or outcome.right is None else np.flatnonzero(~outcome.right)
-    drawn = set(sorted(wrong, key=lambda n: -confidence_N[n])[:MOST_MAPS])
     cards = []
     for n, row in enumerate(outcome.rows()):
         true, predicted = (
@@ -207,23 +185,14 @@ def question_cards(
             None if good_N is None else "right" if good_N[n] else "wrong" for good_N in (outcome.right, outcome.exact)
         )
         picture = pictures is not None and pictures.has(row["image_index"])
-        length = None if lengths_N is None or lengths_N[n] < 0 else int(lengths_N[n])
-        # Wrong answers come first, the most confident before others; then wrong programs; then the least confident.
-        rank = 0 if answer == "wrong" else 1 if program == "wrong" else 2
-        data = {
-            **{name: row.get(name) for name in ("type", "family", "probability")},
-            **{"length": length, "index": row["question_index"], "answer": answer, "program": program},
-            **{"true": row.get("answer"), "predicted": row.get("predicted_answer")},
-            "worst": rank + (confidence_N[n] if rank == 2 else 1 - confidence_N[n]) / 2,
-        }
+        has_maps = maps is not None and picture and answer == "wrong" and n < MOST_MAPS
         more = {
-            "length": length,
             "ranked": outcome.ranked(n),
             "programs": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
             "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
             "picture": picture,
-            "maps": [(*each, heat_uri(map_HW)) for *each, map_HW in maps(n)] if picture and n in drawn else (),
-            "data": data,
+            "maps": [(*each, heat_uri(map_HW)) for *each, map_HW in maps(n)] if has_maps else (),
+            "data": {name: row.get(name) for name in ("type", "family")} | {"answer": answer, "program": program},
         }
         cards.append(row | more)
     return cards

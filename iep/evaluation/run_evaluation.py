@@ -83,7 +83,7 @@ def evaluate(
     if results is None:
         return None
     outcome, split, seconds = results.outcome, results.split, results.outcome.predictions.seconds
-    baselines, problem = _baselines(settings, outcome)
+    baselines, is_missing = _baselines(settings, outcome)
     programs = _programs_used(settings)
     beam = f", beam {settings.beam_size}" if programs == "predicted" and settings.beam_size > 1 else ""
     report = Report(
@@ -100,7 +100,7 @@ def evaluate(
         checkpoints={name: str(path) for name in EVALUATED if (path := getattr(settings, name)) is not None},
         baselines=baselines,
     )
-    notes = [*results.notes, *_notes(settings, outcome, problem, pictures)]
+    notes = [*results.notes, *_notes(settings, outcome, is_missing, pictures)]
     for note in notes:
         tqdm.write(note)
     try:
@@ -324,34 +324,32 @@ def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) 
     return describe_placement(settings.placement, engine.placement, costs.work)
 
 
-def _baselines(settings: Evaluation, outcome: Outcome) -> tuple[dict[str, Scores], str]:
+def _baselines(settings: Evaluation, outcome: Outcome) -> tuple[dict[str, Scores], bool]:
     """Return the scores of the most common answer to each question type, counted on the training split.
 
     Returns:
-        the scores by name; and the reason why there are none although the split has answers, "" otherwise.
+        the scores by name; and whether they are missing although the split has answers.
     """
     questions, types = outcome.questions, outcome.types
     if questions.answers is None or settings.data is None:
-        return {}, ""
+        return {}, False
     train = training_split(settings.data)
-    if train is None:
-        return {}, f"{settings.data} has no train split to count answers on"
-    if questions.programs is None:
-        return {}, f"the {settings.split} split has no programs or no answers"
+    if train is None or questions.programs is None:
+        return {}, True
     # The outcome's vocabulary may have further answers, those of a file, after the data's own.
     counted = read_questions(split_files(settings.data, train)[0], load_vocab(settings.data))
     if counted.answers is None or counted.programs is None or not len(counted):
-        return {}, f"the {train} split has no programs or no answers"
+        return {}, True
     counted_types = question_types(counted.programs, outcome.vocab.program)
     answers = most_common.count_most_common(counted.answers, counted_types, len(QUESTION_TYPES))
-    return {"most_common": score(most_common.predict(answers, types) == questions.answers, types)}, ""
+    return {"most_common": score(most_common.predict(answers, types) == questions.answers, types)}, False
 
 
-def _notes(settings: Evaluation, outcome: Outcome, problem: str, pictures: Pictures | None) -> list[str]:
+def _notes(settings: Evaluation, outcome: Outcome, is_missing: bool, pictures: Pictures | None) -> list[str]:
     """Return a line for each property of the results that a reader could misunderstand.
 
     Args:
-        problem: the reason why there is no column of the most common answers, "" if there need not be one.
+        is_missing: whether there should be a column of the most common answers.
 
     Raises:
         InputError: the split has a features file that cannot be read.
@@ -359,8 +357,9 @@ def _notes(settings: Evaluation, outcome: Outcome, problem: str, pictures: Pictu
     split, notes = settings.split, []
     if outcome.questions.programs is None and outcome.predictions.programs is not None:
         notes.append(f"Question types are those of the predicted programs: the {split} split has no programs.")
-    if problem:
-        notes.append(f"There is no column “{TITLES['most_common']}”: {problem}.")
+    if is_missing:
+        what = f"programs and answers of the {split} split and of a train split"
+        notes.append(f"There is no column “{TITLES['most_common']}”, which needs {what}.")
     path = None if settings.data is None else split_files(settings.data, split)[1]
     made_of = Features(path).images if pictures is not None and path is not None and path.exists() else None
     if made_of is not None and not pictures.is_of(*made_of):
