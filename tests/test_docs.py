@@ -22,7 +22,6 @@ from iep.vocab import Vocab
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "data/README.md", "benchmarks/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
-RESULTS = (ROOT / "docs/results.md").read_text()
 
 
 def by_name(path: Path) -> str:
@@ -49,21 +48,6 @@ def test_links_lead_to_existing_files_and_headings(document: Path):
 def test_scripts_and_configs_named_in_documents_exist(document: Path):
     named = re.findall(r"\b(?:scripts/\w+\.(?:sh|py)|configs/[\w/-]+\.yaml)", document.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def tables(text: str) -> list[list[list[str]]]:
-    """The cells of every table of a document, row by row."""
-    blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
-    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()] for block in blocks]
-
-
-def test_the_models_of_the_demos_data_have_the_accuracies_that_were_measured():
-    measured = (ROOT / "benchmarks/results/2026-11-23-models.txt").read_text().splitlines()
-    rows = [re.split(r"\s{2,}", line.strip()) for line in measured if re.search(r"(\d+\.\d\s*){8}$", line)]
-    types = [cells for name, _, *cells in rows if name not in ("compare integer", "query", "compare")]
-    here = {"LSTM", "IEP, predicted programs"}
-    table = next(table for table in tables(RESULTS) if here <= {row[0] for row in table})
-    assert [row[1:] for row in table[3:]] == [list(column) for column in zip(*types, strict=True)]
 
 
 def python_blocks(document: Path) -> list[str]:
@@ -124,19 +108,6 @@ def test_the_core_by_hand_prints_what_its_page_shows(page: str, capsys: pytest.C
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "make_plan(graph" in block)
     exec(code, {})
     assert f"```\n{capsys.readouterr().out}```" in text
-
-
-def test_the_network_of_messages_of_its_page_computes_what_a_loop_over_the_words_does():
-    text = (ROOT / "docs/asynchronous.md").read_text()
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "MessageGraph(" in block)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    embedding, cell, head = names["ops"]
-    for words, found in zip(([3, 1, 4], [1, 5]), names["scores"], strict=True):
-        state = torch.zeros(1, 16)
-        for word in torch.tensor(words):
-            state = cell(embedding(word)[None], state)
-        torch.testing.assert_close(head(state)[0], found)
 
 
 def test_every_setting_has_a_meaning_on_the_page_of_settings():
