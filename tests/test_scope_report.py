@@ -86,13 +86,16 @@ TENSOR_CHANGED = r"a tensor of shape \(.*2,?\) was changed in place after a call
     ],
 )
 def test_a_module_or_input_that_changes_before_its_calls_run_is_an_error(change, granularity, message):
-    layer, x = nn.Linear(2, 2), torch.ones(2)
-    with pytest.raises(ValueError, match=message), scope(layer, granularity=granularity):
-        kept = layer(x)
-        change(layer, x)
+    def record_and_change():
+        with scope(layer, granularity=granularity):
+            kept.append(layer(x))
+            change(layer, x)
+
+    layer, x, kept = nn.Linear(2, 2), torch.ones(2), []
+    with pytest.raises(ValueError, match=message):
+        record_and_change()
     with scope(layer, granularity=granularity):
-        kept = layer.train()(x)
-        kept.sum().item()
+        layer.train()(x).sum().item()
         change(layer, x)  # what was recorded has run
 
 
