@@ -227,11 +227,3 @@ def test_a_vocabulary_survives_its_file_in_the_published_format(tmp_path):
 def test_a_file_that_is_no_vocabulary_is_named_with_what_is_wrong(change, message):
     with pytest.raises(InputError, match=f"^vocab.json: .*{message.removeprefix('vocab.json: ')}"):
         Vocab.from_json(change(vocabulary().to_json()), "vocab.json")
-
-
-@pytest.mark.parametrize(("content", "message"), [(b"{", "line 1 column 2")])
-def test_a_vocabulary_file_that_cannot_be_read_is_named(tmp_path, content, message):
-    path = tmp_path / "vocab.json"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=f"^{path}: not a vocabulary .*{message}"):
-        Vocab.load(path)
