@@ -9,8 +9,6 @@ from hypothesis import given, settings
 
 from iep.execution_engine.trace import saliency_maps, to_unit, trace, unit_maps
 
-pytestmark = pytest.mark.usefixtures("ternary_functions")
-
 FEATURES = features(1)
 UNION = programs("count union filter_color[red] scene relate[left] scene")[0].tolist()
 
