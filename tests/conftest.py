@@ -1,4 +1,4 @@
-"""What several test files share: the tiny data set, and finished runs.
+"""Fixtures that several test files share: the tiny data set, and finished runs.
 
 Fixtures of a session are made once in each of pytest's processes and only read; a test that damages a file works on a
 copy. All processes compute in one thread, since as many of them run as there are cores.

@@ -1,7 +1,7 @@
 """Jobs that are killed at random moments and started again until they end, compared with one that was never killed.
 
-After every kill, what stands under a final name must be whole: a checkpoint that loads, or bytes of the finished job.
-At the end there must be the same files, and nothing else. `scripts/soak.py` does the same a hundred times.
+After every kill, a file under a final name must be whole: a checkpoint that loads, or bytes of the finished job. At the
+end there must be the same files, and no others. `scripts/soak.py` does the same a hundred times.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Job:
         name: of the job.
         command: `train` for iep-train.
         arguments: of the command, by its output directory; the same to start and to resume.
-        parts: what the finished job leaves: comparable values by name.
-        standing: what a killed job leaves, likewise; raises InputError where a file is not whole.
+        parts: returns comparable values of the files of a finished job, by name.
+        standing: returns those of a killed job; raises InputError if a file is not whole.
         setup: a function that the process calls first.
     """
 
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass
 class Counts:
-    """How often a job was killed, and what differed afterwards."""
+    """The number of times that a job was killed, and the differences found afterwards."""
 
     kills: int = 0
     writing: int = 0

@@ -1,5 +1,4 @@
-"""What the recipes are run on, small data sets made by iep-synth in the layouts of CLEVR, CLEVR-CoGenT and
-CLEVR-Humans; and how they are run."""
+"""Small data sets made by iep-synth in the layouts of CLEVR, CLEVR-CoGenT and CLEVR-Humans, and recipes run on them."""
 
 import json
 import os
@@ -18,9 +17,9 @@ from iep.synth.synthesize import synthesize
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 QUESTIONS_PER_IMAGE = 20
 NEW_WORDS = ("Excuse", "me", "pretty", "please")
-"""What people say in the questions of `write_humans` and CLEVR's templates do not."""
+"""Words of the questions of `write_humans` that CLEVR's templates do not have."""
 RARE_WORD = "thingamajig"
-"""In one question only."""
+"""A word of one question only."""
 
 
 def write_clevr(out: Path, cogent: str | None = None, seed: int = 0, **images: int) -> Path:

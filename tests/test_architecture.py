@@ -1,4 +1,4 @@
-"""How the files of `iep/` depend on each other."""
+"""The files of `iep/` depend on each other in one direction, and importing them has no side effects."""
 
 import ast
 import subprocess

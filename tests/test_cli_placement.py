@@ -113,7 +113,7 @@ def test_what_cannot_be_placed_is_an_error_before_a_run_begins(given, words, dat
 
 @HAS_TRITON
 def test_training_and_evaluation_by_kernels_are_those_of_calls(data, tmp_path) -> None:
-    how = ("--data", data, "--device", "cpu", "iterations=1", "batch_size=2", "num_val_samples=2")
+    how = ("--data", data, "--device", "cpu", "iterations=1", "batch_size=1", "num_val_samples=1")
     for execution in ("calls", "triton"):
         train(tmp_path / execution, "--model", "ee", *how, "--execution", execution)
         given = ("--data", data, "--device", "cpu", "--execution", execution, "--num-samples", 2)

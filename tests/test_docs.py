@@ -29,7 +29,7 @@ def by_name(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """What a link to a part of the document may name: its headings as GitHub turns them into anchors."""
+    """Return the document's headings as GitHub turns them into anchors of links."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -134,7 +134,7 @@ def make_decoder(seed: int = 0, end_bias: float = 0.0) -> Seq2Seq:
 
 
 def never_special(model: Seq2Seq) -> Seq2Seq:
-    """The same model with no probability to speak of for `<NULL>` and `<START>`."""
+    """Make `<NULL>` and `<START>` as good as impossible, and return the model."""
     with torch.no_grad():
         model.decoder_linear.bias[[NULL, START]] = -1e4
     return model

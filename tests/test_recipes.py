@@ -50,7 +50,7 @@ def clevr(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(recipes: Recipes, clevr: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
-    """Where `train_clevr.sh` has trained on few programs, killed once and resumed, and the commands that it ran."""
+    """The directory of a `train_clevr.sh` on few programs, killed once and resumed, and the commands that it ran."""
     out = tmp_path_factory.mktemp("trained") / "data"
     arguments, variables = (clevr, out, *SMALL), {"PROGRAMS": 200, "PREPROCESS": PREPROCESS}
     _, commands = recipes.run("train_clevr.sh", *arguments, kill=2, code=-SIGKILL % 256, **variables)

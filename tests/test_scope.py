@@ -250,17 +250,6 @@ def test_a_wrapped_function_follows_the_modules_that_it_calls(wrapped):
         assert [op.how for op in batch.report().ops] == [how]
 
 
-def test_an_optimizer_step_between_calls_changes_those_after_it():
-    layer, x = nn.Linear(3, 1), torch.ones(3)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    with scope(layer):
-        first = layer(x)
-        first.value.backward()
-        optimizer.step()
-        second = layer(x)
-    torch.testing.assert_close(second.value, first.value - 0.5 * 4)
-
-
 def test_a_nested_scope_reads_futures_of_the_outer_one():
     layer, samples = layer_and_samples()
     with scope(layer) as outer:

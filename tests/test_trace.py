@@ -1,4 +1,4 @@
-"""What every function of a program put out, and the maps made of it, against a plain computation."""
+"""A trace has the output of every function of a program, and maps of it, that a plain computation gives."""
 
 import hypothesis.strategies as st
 import pytest

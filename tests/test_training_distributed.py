@@ -43,7 +43,7 @@ SHARED = (TORCHS_OWN, "sharing=true")
 
 
 def assert_same_run(one: Path, two: Path, iterations: int) -> None:
-    """The same losses and scores at every step, in the end the same weights and optimiser states, but for rounding."""
+    """Assert the same losses and scores at every step, and the same weights and optimiser states, up to rounding."""
     for ours, theirs in zip(rows(two), rows(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     ours, theirs = (load_checkpoint(out / step_name(iterations)) for out in (two, one))
@@ -289,17 +289,19 @@ def _fail_on_data_of_their_own(config: Config, copies: list[list[Path]], out: Pa
 
 @pytest.mark.parametrize("settings", [(), ("asynchronous=true", "instance_size=4")])
 def test_processes_whose_data_differ_train_nothing_and_name_the_file(tmp_path: Path, settings):
-    names = ("train_questions.h5", "val_features.h5", "vocab.json", "val_questions.h5")
-    first, *others = (write_data(tmp_path / f"data {number}") for number in range(5))
-    for other, name, key in zip(others[:2], names[:2], ("programs", "features"), strict=True):
-        with h5py.File(other / name, "r+") as file:
+    first = write_data(tmp_path / "first")
+    keys = {"questions": "programs", "features": "features"}
+    changes = {f"{split}_{kind}.h5": keys[kind] for split in ("train", "val") for kind in keys}
+    for name, key in changes.items():
+        with h5py.File(write_data(tmp_path / name) / name, "r+") as file:
             file[key][1] = file[key][2]
-    replace(VOCAB, answer=[*VOCAB.answer, "maybe"]).save(others[2] / names[2])
-    (others[3] / names[3]).unlink()
-    copies = [[first, other] for other in others]
+    replace(VOCAB, answer=[*VOCAB.answer, "maybe"]).save(write_data(tmp_path / "vocab.json") / "vocab.json")
+    copies = [[first, tmp_path / name] for name in (*changes, "vocab.json")]
+    copies.append([first, write_data(tmp_path / "without val")])
+    (tmp_path / "without val/val_questions.h5").unlink()
     said = together(_fail_on_data_of_their_own, tiny_config(first, "ee", *settings), copies, tmp_path / "out")
     for number, lines in enumerate(said):
-        for name, of_ranks, line in zip(names, copies, lines, strict=True):
+        for name, of_ranks, line in zip((*changes, "vocab.json", "val_questions.h5"), copies, lines, strict=True):
             assert f"{of_ranks[number] / name} is not the same in processes 0 and 1" in line
     assert not (tmp_path / "out").exists()
 
