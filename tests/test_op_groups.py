@@ -31,7 +31,7 @@ class Mixed(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.wide = Conv2d(dim, dim, 5, padding=4, dilation=2)
+        self.wide = Conv2d(dim, dim, 3, padding=2, dilation=2)
         self.mask = Conv2d(dim, 1, 1)
         self.after = nn.ReLU(inplace=True)
 
