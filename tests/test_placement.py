@@ -89,16 +89,16 @@ def test_an_invalid_placement_file_is_an_error_of_one_line(
 def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that_programs_make() -> None:
     lacks_scenes_BL = np.pad(programs("union count"), ((0, 0), (0, PROGRAMS_BL.shape[1] - 4)), constant_values=NULL)
     programs_BL = np.concatenate([PROGRAMS_BL, lacks_scenes_BL])
-    config = EngineConfig(module_dim=16, stem_widths=(16,), classifier_projection=32, classifier_hidden=(10,))
+    config = EngineConfig(classifier_projection=32, classifier_hidden=(10,))
     engine = make_engine((24, 14, 14), config)
     costs = costs_of(engine, Sample(programs_BL, np.arange(5), "here"))
-    assert costs.sizes == (16 * 14 * 14,)
-    places, conv = 14 * 14, 2 * 9 * 16 * 16  # multiply and add
+    assert costs.sizes == (128 * 14 * 14,)
+    places, conv = 14 * 14, 2 * 9 * 128 * 128  # multiply and add
     assert costs.flops["scene"] == costs.flops["count"] == costs.flops["<END>"] == 2 * conv * places
-    assert costs.flops["union"] == (2 * conv + 2 * 32 * 16) * places
-    assert costs.flops["stem"] == (2 * 9 * 24 * 16 + conv) * places
+    assert costs.flops["union"] == (2 * conv + 2 * 256 * 128) * places
+    assert costs.flops["stem"] == (2 * 9 * 24 * 128 + conv) * places
     linear = 2 * 32 * 49 * 10 + 2 * 10 * engine.kwargs["num_answers"]
-    assert costs.flops["classifier"] == 2 * 16 * 32 * places + linear
+    assert costs.flops["classifier"] == 2 * 128 * 32 * places + linear
     runs = {"scene": 1 + 2 + 2 + 1 + 2, "count": 5, "filter_color[red]": 3, "union": 2, "relate[left]": 2}
     runs |= {"greater_than": 1, "<END>": 1, "stem": 5, "classifier": 5}  # the missing ones begin after that <END>
     assert costs.work == pytest.approx({part: runs.get(part, 0) / 5 * costs.flops[part] for part in engine.parts})
