@@ -7,7 +7,6 @@ an `InputError` that names the key and where it was given.
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import types
@@ -21,7 +20,7 @@ import yaml
 
 from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.batching.schedulers import SCHEDULERS
-from iep.errors import SIMILARITY, InputError, nearest
+from iep.errors import InputError, nearest
 from iep.execution_engine import choices
 from iep.runtime.reading import parse_yaml, read_yaml
 
@@ -429,7 +428,7 @@ def find_config(file: Path | str) -> Path:
     """Return the path of a config, given the path of a file or the name of a config of the package.
 
     Raises:
-        InputError: there is neither; the message suggests the nearest names.
+        InputError: there is neither; the message suggests the nearest name.
     """
     file = Path(file)
     name = file.as_posix().removesuffix(".yaml")
@@ -437,9 +436,8 @@ def find_config(file: Path | str) -> Path:
     if file.is_file() or (file.exists() and name not in shipped):
         return file
     if name not in shipped:
-        near = difflib.get_close_matches(name, shipped, n=3, cutoff=SIMILARITY)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"which are {', '.join(sorted(shipped))}"
-        raise InputError(f"{file}: no such file, nor the name of a config of this package; {hint}")
+        hint = nearest(name, shipped) or f"; which are {', '.join(sorted(shipped))}"
+        raise InputError(f"{file}: no such file, nor the name of a config of this package{hint}")
     return shipped[name]
 
 

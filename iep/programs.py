@@ -24,8 +24,6 @@ from iep.errors import InputError
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START
 
 SCENE = "scene"
-MOST_TOKENS = 1000
-"""The greatest number of tokens of a JSON program in prefix order. CLEVR's longest program has 25."""
 CHUNK = 65_536
 """The number of programs that `program_lengths` joins in one graph."""
 BINARY_FUNCTIONS = frozenset({"union", "intersect", "less_than", "greater_than"})
@@ -69,8 +67,8 @@ def json_to_prefix(program: Sequence[dict]) -> list[str]:
     A call that is an input of several others is written out for each of them.
 
     Raises:
-        InputError: the program is not a list or is empty, an input is not an earlier call, a call has the wrong number
-            of inputs, or there are more than `MOST_TOKENS` tokens.
+        InputError: the program is not a list or is empty, an input is not an earlier call, or a call has the wrong
+            number of inputs.
     """
     if not isinstance(program, list):
         raise InputError(f"the program is {program!r:.60}, expected a list of calls")
@@ -85,8 +83,6 @@ def json_to_prefix(program: Sequence[dict]) -> list[str]:
             raise InputError(f"program call {position} ({token}) has inputs {inputs!r}, expected {arity(token)}")
         if any(not isinstance(source, int) or not 0 <= source < position for source in inputs):
             raise InputError(f"program call {position} ({token}) has inputs {inputs!r}, expected earlier calls")
-        if (length := 1 + sum(len(prefixes[source]) for source in inputs)) > MOST_TOKENS:
-            raise InputError(f"program call {position} ({token}) makes {length} tokens, expected at most {MOST_TOKENS}")
         prefixes.append([token, *(token for source in inputs for token in prefixes[source])])
     return prefixes[-1]
 

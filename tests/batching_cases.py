@@ -20,7 +20,7 @@ ARITY_V = np.array([1, 1, 1, 1, 0, 0, 1, 1, 2, 2, 3])
 """Special tokens count as unary, as in a program vocabulary; PAD and SKIP never run where they are named as such."""
 
 MEANING = {"leaf": LEAF, "skip": SKIP, "pad": PAD}
-"""Which tokens `graph_from_prefix` treats apart."""
+"""The tokens that `graph_from_prefix` treats apart."""
 
 quick = settings(deadline=None, derandomize=True, database=None)
 

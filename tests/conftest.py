@@ -1,4 +1,4 @@
-"""What several test files share: the tiny data set, and finished runs.
+"""Fixtures that several test files share: the tiny data set, and finished runs.
 
 Fixtures of a session are made once in each of pytest's processes and only read; a test that damages a file works on a
 copy. All processes compute in one thread, since as many of them run as there are cores.
@@ -6,7 +6,6 @@ copy. All processes compute in one thread, since as many of them run as there ar
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that tests start inherit it
@@ -18,7 +17,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
 
 from clevr_files import write_images
-from engine_cases import arity
 from tiny_data import newest, tiny, tiny_config, write_data
 from train_cases import iep_train
 
@@ -37,14 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.backends.cudnn.allow_tf32 = False  # results on a GPU are those of the CPU
-
-
-@pytest.fixture(scope="module")
-def ternary_functions() -> Iterator[None]:
-    """The functions of the engine `ternary` have three arguments."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("iep.programs.arity", arity)
-        yield
 
 
 @pytest.fixture(scope="session")

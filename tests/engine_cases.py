@@ -1,8 +1,4 @@
-"""Small engines of each set of modules, programs for them, well-formed and not, and devices to place them on.
-
-CLEVR's functions have up to two arguments. Those of the engine `ternary` have three, in tests with the fixture
-`ternary_functions`.
-"""
+"""Small engines of each set of modules, programs for them, well-formed and not, and devices to place them on."""
 
 import copy
 from collections.abc import Sequence
@@ -20,7 +16,7 @@ from iep.execution_engine.placement import Placement, round_robin
 from iep.execution_engine.roles import ATTENTION, MAP, Role
 from iep.execution_engine.tbd import AttentionModules
 from iep.models.build import build, place_parts
-from iep.programs import arity as arity_of_two
+from iep.programs import arity
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, index_tokens
 
 UNARY = ("count", "exist", "filter_color[red]", "query_size", "relate[left]", "same_shape", "unique")
@@ -31,21 +27,15 @@ INDEX = {token: index for index, token in enumerate(TOKENS)}
 PAIR = 2
 """The kind of a value of two channels, (2, H, W)."""
 CHANNELS = {MAP: 3, ATTENTION: 1, PAIR: 2}
-TERNARY = {
-    "between[left]": Role((ATTENTION, ATTENTION, ATTENTION), ATTENTION, reads_stem=True, is_penalized=True),
-    "between[right]": Role((ATTENTION, ATTENTION, ATTENTION), ATTENTION, reads_stem=True, is_penalized=True),
-    "choose": Role((ATTENTION, MAP, MAP), MAP),
-    "pair": Role((PAIR, ATTENTION, MAP), PAIR),
-    "apart": Role((MAP, PAIR, ATTENTION), ATTENTION),
+OF_PAIRS = {
+    "pair": Role((MAP,), PAIR),
+    "apart": Role((PAIR,), ATTENTION, reads_stem=True, is_penalized=True),
+    "equal_pairs": Role((PAIR, ATTENTION), PAIR),
+    "equal_halves": Role((MAP, PAIR), MAP),
 }
 
 
-def arity(token: str) -> int:
-    """Return the number of arguments of a token, which may be one of `TERNARY`."""
-    return 3 if token in TERNARY else arity_of_two(token)
-
-
-class Ternary(nn.Module):
+class OfPairs(nn.Module):
     """A convolution of all arguments, no two of which interchange."""
 
     def __init__(self, role: Role):
@@ -56,14 +46,14 @@ class Ternary(nn.Module):
         return torch.sigmoid(self.conv(torch.cat(arguments, dim=1)))
 
 
-class TernaryModules(AttentionModules):
-    """The set `tbd`, and functions of three arguments and three kinds."""
+class PairModules(AttentionModules):
+    """The set `tbd`, and functions of a third kind of values."""
 
     def role(self, token):
-        return TERNARY[token] if token in TERNARY else super().role(token)
+        return OF_PAIRS.get(token) or super().role(token)
 
     def make(self, token):
-        return Ternary(TERNARY[token]) if token in TERNARY else super().make(token)
+        return OfPairs(OF_PAIRS[token]) if token in OF_PAIRS else super().make(token)
 
     def scene_values(self, stems_NCHW):
         pair_12HW = torch.linspace(0, 1, 2).to(stems_NCHW)[:, None, None].expand(1, 2, *stems_NCHW.shape[2:])
@@ -76,7 +66,7 @@ ENGINES = {
     "tbd": {"modules": "tbd"},
     "pooled": {"modules": "pooled", "module_dim": 4},
     "vector": {"modules": "vector"},
-    "ternary": {"modules": "engine_cases:TernaryModules", "program_tokens": [*TOKENS, *TERNARY]},
+    "of pairs": {"modules": "engine_cases:PairModules", "program_tokens": [*TOKENS, *OF_PAIRS]},
 }
 """Settings of engines by name."""
 

@@ -10,7 +10,9 @@ from iep.cli.evaluate import main
 
 
 def iep_eval(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in ("--device", "cpu", *arguments)])
+    """Run the command on the CPU, unless `arguments` name a device or several."""
+    device = () if "--devices" in arguments else ("--device", "cpu")
+    return CliRunner().invoke(main, [str(argument) for argument in (*device, *arguments)])
 
 
 def evaluate(out: Path, *arguments: object) -> tuple[dict[str, Any], list[dict[str, Any]], str]:

@@ -1,4 +1,4 @@
-"""What the tests of features files share: the command, what it wrote, and a backbone that is watched."""
+"""The command that writes features files, its output, and a backbone that is watched, for the tests of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Jobs that are killed at random moments and started again until they end, compared with one that was never killed.
 
-After every kill, what stands under a final name must be whole: a checkpoint that loads, or bytes of the finished job.
-At the end there must be the same files, and nothing else. `scripts/soak.py` does the same a hundred times.
+After every kill, a file under a final name must be whole: a checkpoint that loads, or bytes of the finished job. At the
+end there must be the same files, and no others. `scripts/soak.py` does the same a hundred times.
 """
 
 import hashlib
@@ -34,9 +34,8 @@ class Job:
         name: of the job.
         command: `train` for iep-train.
         arguments: of the command, by its output directory; the same to start and to resume.
-        parts: what the finished job leaves: comparable values by name.
-        standing: what a killed job leaves, likewise; raises InputError where a file is not whole.
-        setup: a function that the process calls first.
+        parts: returns comparable values of the files of a finished job, by name.
+        standing: returns those of a killed job; raises InputError if a file is not whole.
     """
 
     name: str
@@ -44,12 +43,11 @@ class Job:
     arguments: Callable[[Path], list[Any]]
     parts: Callable[[Path], dict[str, Any]]
     standing: Callable[[Path], dict[str, Any]]
-    setup: Callable[[], None] | None = None
 
 
 @dataclass
 class Counts:
-    """How often a job was killed, and what differed afterwards."""
+    """The number of times that a job was killed, and the differences found afterwards."""
 
     kills: int = 0
     writing: int = 0
@@ -62,7 +60,7 @@ class Counts:
 def kill_and_resume(job: Job, root: Path, kills: int, seed: int, signals: Sequence[int] = (signal.SIGKILL,)) -> Counts:
     """Kill `job` so many times, at moments drawn evenly from the whole job's length; compare it whenever it ends."""
     random, counts, out = Random(seed), Counts(), root / "killed"
-    whole = run(job.command, job.arguments(root / "whole"), setup=job.setup)
+    whole = run(job.command, job.arguments(root / "whole"))
     assert whole.returncode == 0, whole.output
     expected, seconds = job.parts(root / "whole"), whole.seconds
     killed = True
@@ -70,7 +68,7 @@ def kill_and_resume(job: Job, root: Path, kills: int, seed: int, signals: Sequen
         # Once there were enough kills, the last job is left alone.
         after = [random.uniform(0, seconds)] if counts.kills < kills else []
         fresh = not out.exists()
-        ended = run(job.command, job.arguments(out), after, random.choice(signals), job.setup)
+        ended = run(job.command, job.arguments(out), after, random.choice(signals))
         killed = ended.signalled and ended.returncode in KILLED
         if killed:
             counts.kills += 1
@@ -162,13 +160,13 @@ def _sha(content: bytes) -> str:
 # The jobs
 
 
-def training(data: Path, *settings: str, name: str = "training", setup: Callable[[], None] | None = None) -> Job:
+def training(data: Path, *settings: str, name: str = "training") -> Job:
     """A run of iep-train with these settings."""
 
     def arguments(out: Path) -> list[Any]:
         return ["--resume", "--data", data, "--out", out, *settings]
 
-    return Job(name, "train", arguments, run_parts, whole_checkpoints, setup)
+    return Job(name, "train", arguments, run_parts, whole_checkpoints)
 
 
 def synthesis(images: int) -> Job:
@@ -187,10 +185,10 @@ def preprocessing(clevr: Path) -> Job:
     return Job("preprocessing", "preprocess", arguments, file_bytes, finished_bytes)
 
 
-def checkpointing(data: Path, *settings: str, setup: Callable[[], None] | None = None) -> Job:
+def checkpointing(data: Path, *settings: str) -> Job:
     """Training that saves after every step, checkpoints of some megabytes, so that kills meet the writing."""
     heavy = ("model=lstm", "iterations=10", "validate_every=1", "keep=1", "lstm.hidden_dim=300")
-    return training(data, *settings, *heavy, name="checkpointing", setup=setup)
+    return training(data, *settings, *heavy, name="checkpointing")
 
 
 def evaluation(data: Path, run: Path) -> Job:

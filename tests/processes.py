@@ -99,7 +99,7 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def is_running(process: int) -> bool:
-    """Return whether the process runs. One that has ended may stay listed until its parent asks how."""
+    """Return whether the process runs. One that has ended may stay listed until its parent waits for it."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -108,13 +108,13 @@ def is_running(process: int) -> bool:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, and what it wrote to its output and its errors."""
+    """The end of a process, and its output."""
 
     returncode: int
     """The exit code, or minus the number of the signal that ended the process."""
     pid: int
     signalled: bool
-    """Whether a signal was sent before the process ended by itself."""
+    """True if a signal was sent before the process ended by itself."""
     seconds: float
     output: str
 

@@ -1,14 +1,11 @@
-"""What the recipes are run on, small data sets made by iep-synth in the layouts of CLEVR, CLEVR-CoGenT and
-CLEVR-Humans; and how they are run."""
+"""Small data sets made by iep-synth in the layouts of CLEVR, CLEVR-CoGenT and CLEVR-Humans, and recipes run on them."""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
@@ -20,9 +17,9 @@ from iep.synth.synthesize import synthesize
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 QUESTIONS_PER_IMAGE = 20
 NEW_WORDS = ("Excuse", "me", "pretty", "please")
-"""What people say in the questions of `write_humans` and CLEVR's templates do not."""
+"""Words of the questions of `write_humans` that CLEVR's templates do not have."""
 RARE_WORD = "thingamajig"
-"""In one question only."""
+"""A word of one question only."""
 
 
 def write_clevr(out: Path, cogent: str | None = None, seed: int = 0, **images: int) -> Path:
@@ -34,37 +31,28 @@ def write_clevr(out: Path, cogent: str | None = None, seed: int = 0, **images: i
 
 def write_cogent(out: Path, train: int, val: int, test: int) -> Path:
     """A directory in CLEVR-CoGenT's layout: trainA, valA and testA of condition A, valB and testB of condition B."""
-    made = {
-        "A": write_clevr(out.with_name(f"{out.name}-A"), "A", seed=0, train=train, val=val, test=test),
-        "B": write_clevr(out.with_name(f"{out.name}-B"), "B", seed=1, train=0, val=val, test=test),
-    }
-    for condition, clevr in made.items():
-        for old in sorted((clevr / "images").iterdir()):
-            split = f"{old.name}{condition}"
+    (out / "questions").mkdir(parents=True)
+    for seed, (condition, count) in enumerate({"A": train, "B": 0}.items()):
+        made = write_clevr(out.with_name(condition), condition, seed=seed, train=count, val=val, test=test)
+        for images in sorted((made / "images").iterdir()):
+            split = f"{images.name}{condition}"
             (out / "images" / split).mkdir(parents=True)
-            for image in old.iterdir():
-                shutil.move(image, out / "images" / split / image.name.replace(old.name, split))
-            (out / "questions").mkdir(exist_ok=True)
-            questions = clevr / "questions" / f"CLEVR_{old.name}_questions.json"
-            shutil.move(questions, out / "questions" / f"CLEVR_{split}_questions.json")
+            for image in images.iterdir():
+                image.rename(out / "images" / split / image.name.replace(images.name, split))
+            questions = made / "questions" / f"CLEVR_{images.name}_questions.json"
+            questions.rename(out / "questions" / f"CLEVR_{split}_questions.json")
     return out
 
 
 def write_humans(out: Path, clevr: Path) -> Path:
     """A directory in CLEVR-Humans' layout: questions about the images of `clevr` in other words, without programs."""
     out.mkdir(parents=True)
+    kept = ("question", "image_index", "image_filename", "split", "answer")
     for split in ("train", "val", "test"):
         questions = json.loads((clevr / f"questions/CLEVR_{split}_questions.json").read_text())["questions"]
-        asked = [
-            {
-                "question": f"Excuse me, {question['question'].replace('?', '')} pretty please?",
-                "image_index": question["image_index"],
-                "image_filename": question["image_filename"],
-                "split": split,
-                **({"answer": question["answer"]} if "answer" in question else {}),
-            }
-            for question in questions[::5]
-        ]
+        asked = [{key: question[key] for key in kept if key in question} for question in questions[::5]]
+        for question in asked:
+            question["question"] = f"Excuse me, {question['question'].replace('?', '')} pretty please?"
         asked[0]["question"] = f"What {RARE_WORD} is that?"
         (out / f"CLEVR-Humans-{split}.json").write_text(json.dumps({"info": {}, "questions": asked}))
     return out
@@ -123,23 +111,28 @@ class Recipes:
         self._thread.join()
         self._listener.close()
 
-    def run(self, script: str, *arguments: object, kill: int | None = None, **variables: object) -> "Recipe":
-        """Run `scripts/SCRIPT` with arguments and environment `variables`; `kill` says which of its commands, counted
-        from 0, gets SIGKILL in the midst of its work."""
+    def run(
+        self, script: str, *arguments: object, code: int = 0, kill: int | None = None, **variables: object
+    ) -> tuple[str, list[list[str]]]:
+        """Run `scripts/SCRIPT` with arguments and environment `variables`, which must end with `code`.
+
+        `kill` says which of its commands, counted from 0, gets SIGKILL in the midst of its work. Returns what was
+        printed, and the commands that the script ran.
+        """
         self._commands: list[list[str]] = []
         self._kill = kill
-        path = f"{self._bin}:{os.environ['PATH']}"
-        environment = os.environ | {"PATH": path} | {name: str(value) for name, value in variables.items()}
+        path = {"PATH": f"{self._bin}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", SCRIPTS / script, *map(str, arguments)],
-            env=environment,
+            env=os.environ | path | {name: str(value) for name, value in variables.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=300,
             check=False,
         )
-        return Recipe(done.returncode, done.stdout, self._commands)
+        assert done.returncode == code, done.stdout
+        return done.stdout, self._commands
 
     def _serve(self) -> None:
         while True:
@@ -151,12 +144,3 @@ class Recipes:
                 self._commands.append([name, *arguments])
                 ended = run(COMMANDS[name], arguments, setup=setup, cwd=Path(cwd))
                 connection.send((ended.output, ended.returncode % 256))
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a script ended, what it and its commands wrote, and the commands that it ran."""
-
-    returncode: int
-    output: str
-    commands: list[list[str]]

@@ -24,7 +24,6 @@ from iep.backbone.network import (
     NUM_SCORES,
     SIZES,
     FoundObjects,
-    SceneNetwork,
     find_objects,
     label_cells,
     match,
@@ -147,17 +146,6 @@ def test_objects_follow_the_pixels_of_a_changed_image(seed: int):
             assert (middle.flip(0) - moved[image, 0, :2]).abs().max() < 0.06
 
 
-def test_features_are_maxima_of_the_grid_on_which_objects_are_found():
-    torch.manual_seed(0)
-    network = SceneNetwork((4, 8, 8), (1, 0, 2), (96, 64)).eval()
-    pixels = torch.randint(256, (2, 3, 64, 96))
-    assert network(pixels).shape == (2, NUM_SCORES, 8, 12)
-    features, scores = network.view(pixels)
-    assert features.shape == (2, 8, 4, 6)
-    assert torch.equal(features, F.max_pool2d(network.grid(pixels), 2))
-    assert torch.equal(scores, network(pixels))
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
 def test_matches_are_those_of_the_nearest_pairs_first(seed: int):
@@ -255,7 +243,7 @@ def test_scenes_that_cannot_be_learnt_from(clevr: Path, tmp_path: Path, keys: tu
 )
 def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, kwargs: object, words: str):
     config = {"format": "iep-model-1", "networks": {"backbone": kwargs}, "features": {}, "vocab": {}}
-    metadata = None if kwargs is None else {"iep": kwargs if isinstance(kwargs, str) else json.dumps(config)}
+    metadata = None if kwargs is None else {"iep": json.dumps(config)}
     save_file({"backbone.weight": torch.zeros(3)}, path := tmp_path / "other.safetensors", metadata)
     assert_one_error(iep_eval("--backbone", path, "--scenes", clevr), f"{path}: ", words)
     options = [str(clevr), "--out", str(tmp_path / "out"), "--backbone", "synth", "--weights", str(path)]

@@ -30,7 +30,7 @@ def by_name(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """What a link to a part of the document may name: its headings as GitHub turns them into anchors."""
+    """Return the document's headings as GitHub turns them into anchors of links."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -124,19 +124,6 @@ def test_the_core_by_hand_prints_what_its_page_shows(page: str, capsys: pytest.C
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "make_plan(graph" in block)
     exec(code, {})
     assert f"```\n{capsys.readouterr().out}```" in text
-
-
-def test_the_network_of_messages_of_its_page_computes_what_a_loop_over_the_words_does():
-    text = (ROOT / "docs/asynchronous.md").read_text()
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "MessageGraph(" in block)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    embedding, cell, head = names["ops"]
-    for words, found in zip(([3, 1, 4], [1, 5]), names["scores"], strict=True):
-        state = torch.zeros(1, 16)
-        for word in torch.tensor(words):
-            state = cell(embedding(word)[None], state)
-        torch.testing.assert_close(head(state)[0], found)
 
 
 def test_every_setting_has_a_meaning_on_the_page_of_settings():

@@ -39,8 +39,6 @@ from iep.execution_engine.program_graph import types_of
 from iep.models.build import build
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
-pytestmark = pytest.mark.usefixtures("ternary_functions")
-
 EXECUTIONS = ["calls", pytest.param("triton", marks=HAS_TRITON)]
 ENDS_BL = np.array([[END, UNK, START, END, INDEX["union"], NULL, START]])
 

@@ -4,7 +4,6 @@ A few kills for each job; `make soak` does a hundred.
 """
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import pytest
 from killing import Job, checkpointing, evaluation, kill_and_resume, preprocessing, synthesis, training
 from processes import run
 from tiny_data import tiny
-
-from iep.models import checkpoint
 
 KILL = (signal.SIGKILL,)
 ASK = (signal.SIGINT, signal.SIGTERM)
@@ -48,21 +45,3 @@ def test_a_killed_job_ends_with_the_files_of_a_whole_one(
     assert counts.mismatches == []
     assert counts.kills == kills
     assert counts.ends
-
-
-def write_in_place() -> None:
-    """A mistake: checkpoints are written under their final names, a little at a time."""
-
-    def write_bytes(target: Path, content: bytes) -> None:
-        with open(target, "wb", buffering=0) as file:
-            for start in range(0, len(content), len(content) // 8):
-                file.write(content[start : start + len(content) // 8])
-                time.sleep(0.002)
-
-    checkpoint.write_bytes = write_bytes
-
-
-def test_these_tests_notice_checkpoints_that_are_written_in_place(data: Path, tmp_path: Path):
-    job = checkpointing(data, *tiny("lstm"), setup=write_in_place)
-    (problem,) = kill_and_resume(job, tmp_path, kills=60, seed=7).mismatches
-    assert "not a whole checkpoint file" in problem

@@ -19,7 +19,7 @@ def run(command: str, *arguments: str) -> str:
 
 def test_a_seed_becomes_a_trained_and_evaluated_model(tmp_path: Path):
     clevr, data, runs = (str(tmp_path / name) for name in ("clevr", "data", "runs"))
-    run("synth", clevr, "--preset", "mini", "--train", "40", "--val", "3", "--test", "1")
+    run("synth", clevr, "--preset", "mini", "--train", "12", "--val", "3", "--test", "1")
     run("preprocess", clevr, "--out", data, "--dtype", "float16")
     for model in ("pg", "lstm", "tbd"):
         run("train", "--config", f"configs/mini/{model}.yaml", "--data", data, "--out", f"{runs}/{model}", *SMALL)

@@ -1,4 +1,4 @@
-"""What every function of a program put out, and the maps made of it, against a plain computation."""
+"""A trace has the output of every function of a program, and maps of it, that a plain computation gives."""
 
 import hypothesis.strategies as st
 import pytest
@@ -8,8 +8,6 @@ from engine_cases import ENGINES, MANY_BL, features, programs, programs_for, sma
 from hypothesis import given, settings
 
 from iep.execution_engine.trace import saliency_maps, to_unit, trace, unit_maps
-
-pytestmark = pytest.mark.usefixtures("ternary_functions")
 
 FEATURES = features(1)
 UNION = programs("count union filter_color[red] scene relate[left] scene")[0].tolist()

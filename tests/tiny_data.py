@@ -178,17 +178,12 @@ def newest(out: Path) -> Path:
 def assert_one_error(result: Result, *expected: str, code: int = 1) -> None:
     """A command ended with `code`, one line that begins with `Error:` and holds what is expected, and no traceback."""
     assert isinstance(result.exception, SystemExit), result.exception
-    assert_error_lines(result.output, *expected)
-    assert result.exit_code == code
-
-
-def assert_error_lines(output: str, *expected: str) -> None:
-    """Exactly one line of `output` begins with `Error:`, it holds what is expected, and there is no traceback."""
-    assert "Traceback" not in output
-    lines = [line for line in output.splitlines() if line.startswith("Error:")]
-    assert len(lines) == 1, output
+    assert "Traceback" not in result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("Error:")]
+    assert len(lines) == 1, result.output
     for part in expected:
         assert part in lines[0], lines[0]
+    assert result.exit_code == code
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# PyTorch has no public name for it yet.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 OPERATORS = (
@@ -129,6 +131,7 @@ def _changes_in_place(func: Callable) -> bool:
 
 def forbid_lost_gradients() -> None:
     """Raise a ValueError in the `forward` of a `torch.autograd.Function`; only there, both gradient modes are off."""
+    # No public name tells whether forward gradients are on.
     if not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
         raise ValueError(
             "a torch.autograd.Function was given a future, whose gradient it would lose: call "

@@ -20,6 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+# This is the name in PyTorch's documentation of fake tensors; there is no public one.
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -219,7 +221,10 @@ def name_of(function: Callable) -> str:
 
 
 class FakeRun(TorchFunctionMode):
-    """The receiver of module calls during a run with fake tensors, which passes them to twins."""
+    """The receiver of module calls during a run with fake tensors, which passes them to twins.
+
+    As a mode of functions it also notices `scale_grad_by_freq`, which no result of a run on fake tensors shows.
+    """
 
     def __init__(self, mode: FakeTensorMode):
         super().__init__()
@@ -274,6 +279,7 @@ class FakeRun(TorchFunctionMode):
 
 def has_backward_hooks(function: Callable) -> bool:
     """Return whether a module or a part of it has backward hooks, so that its calls must run one by one, undivided."""
+    # No public method of a module tells of its hooks.
     return any(part._backward_hooks or part._backward_pre_hooks for part in _parts_of(function))
 
 
