@@ -46,7 +46,9 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     out = tmp_path / "run"
     before, *lines, last = done.stdout.splitlines()
-    assert re.fullmatch(rf"{out}: ee on cpu, [\d,]+ parameters", before)
+    assert re.fullmatch(rf"{out}: ee on cpu, \d+ threads?, [\d,]+ parameters", before)
+    memory = r"memory: 0\.\d\d GB for parameters, gradients and optimiser state; minibatches and activations need more"
+    assert re.fullmatch(memory, lines.pop(0))
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
     accuracies = ["ee before the first iteration", "ee iteration 2", "ee iteration 4"]
     assert [line.partition(": validation accuracy ")[0] for line in lines[2:]] == accuracies

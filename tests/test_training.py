@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from tiny_data import (
 )
 from train_cases import before_each_step, iep_train, rows, scalars, weights
 
+import iep.training.run_training
 from iep.config import Config, read_config, to_dict
 from iep.data.datasets import Batch
 from iep.errors import InputError
@@ -134,6 +136,17 @@ def test_only_training_counts_in_questions_per_second(data: Path, tmp_path: Path
     assert [row["questions_per_second"] for row in recorded if "loss" in row] == [8.0, 8.0]
 
 
+def test_a_row_holds_the_means_over_the_iterations_since_the_row_before(data: Path, tmp_path: Path):
+    config = tiny_config(data, "lstm", "iterations=5")
+    for every in (1, 3):
+        train(replace(config, log_every=every), tmp_path / str(every), resume=False)
+    each, found = ([row for row in rows(tmp_path / name) if "loss" in row] for name in "13")
+    assert [row["step"] for row in found] == [3, 5]
+    for row, part in zip(found, (each[:3], each[3:]), strict=True):
+        for name in ("loss", "accuracy"):
+            assert row[name] == pytest.approx(np.mean([one[name] for one in part]), rel=1e-12)
+
+
 def test_rewards_are_in_the_metrics_and_on_the_board(data: Path, parts: list[str], tmp_path: Path):
     train(tiny_config(data, "joint", *parts), tmp_path, resume=False)
     recorded = rows(tmp_path)
@@ -211,6 +224,28 @@ def test_a_seed_repeats_a_run_with_any_number_of_workers_and_another_seed_does_n
     assert digest(states["a"]) == digest(states["b"])
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     assert not torch.equal(states["a"]["classifier.0.weight"], states["c"]["classifier.0.weight"])
+
+
+def test_predicted_programs_are_decoded_once_and_train_as_true_ones_would(data, parts, tmp_path: Path, monkeypatch):
+    """The second run has data whose true programs are those that the first predicts."""
+    decoded, greedy = [], iep.training.run_training.greedy
+
+    def decode(*arguments):
+        decoded.append(greedy(*arguments))
+        return decoded[-1]
+
+    monkeypatch.setattr(iep.training.run_training, "greedy", decode)
+    settings = ("learning_rate=0.001", "iterations=8", "validate_every=4")
+    train(tiny_config(data, "ee", "programs=predicted", parts[0], *settings), tmp_path / "predicted", resume=False)
+    assert [len(programs_BL) for programs_BL in decoded] == [TRAIN, VAL]
+    write_data(tmp_path / "data")
+    for split, programs_BL in zip(("train", "val"), decoded, strict=True):
+        datasets = arrays(len(programs_BL)) | {"programs": programs_BL.numpy()}
+        write_h5(tmp_path / "data" / f"{split}_questions.h5", datasets)
+    train(tiny_config(tmp_path / "data", "ee", *settings), tmp_path / "true", resume=False)
+    assert rows(tmp_path / "predicted") == rows(tmp_path / "true")
+    states = [dict(weights(newest(tmp_path / name), "engine")) for name in ("predicted", "true")]
+    assert digest(states[0]) == digest(states[1])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import itertools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from iep.runtime.records import VALIDATION, Records
 from iep.runtime.signals import Stopped, answering, deferred
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas, in_step
-from iep.training.tasks import Metrics, Task
+from iep.training.tasks import Task
 from iep.vocab import Vocab
 
 NOT_FINITE = "iep-not-finite-1"
@@ -100,6 +101,8 @@ class Trainer:
         self._bar = tqdm(disable=True)
         self._clock, self.examples = 0.0, 0
         """The time of the last row of metrics, and the number of examples of this process since then."""
+        self.sums: Counter[str] = Counter()
+        """The sums of the metrics over the steps since the last row, and the number of these `steps`."""
         self.parameters = [p for net in task.networks.values() for p in net.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.peak_learning_rate, weight_decay=config.weight_decay, fused=True
@@ -126,6 +129,7 @@ class Trainer:
         if (self.out / BEST).exists():
             self.best, self.best_step = held["best"], held.get("best_step") or 0
         self.task.state.update(held["task"])
+        self.sums.update(held.get("sums", {}))  # earlier versions logged the metrics of single steps
         self._saved_step = self.step
 
     def fit(
@@ -191,19 +195,21 @@ class Trainer:
         """
         for batch in itertools.islice(batches, self.config.iterations - self.step):
             with deferred():  # a signal stops the run between two steps
-                metrics, agreed = self.train_step(batch)
+                agreed = self.train_step(batch)
+                self.sums.update(agreed.metrics | {"steps": 1})
                 self.advance(len(batch.index))
                 if self.step == self.config.iterations or self.step % self.config.log_every == 0:
+                    steps = self.sums.pop("steps")
+                    means = {name: value / steps for name, value in self.sums.items()}
                     examples = int(total(torch.tensor(self.examples)))
-                    memory = gather(peak_memory(self.device))
-                    self.log(self.replicas.mean(metrics, agreed.weight), examples, memory)
+                    self.log(means, examples, gather(peak_memory(self.device)))
             if agreed.stop is not None:
                 raise Stopped(agreed.stop)
             if self.validation_due:
                 self.validate_and_save(validation)
 
-    def train_step(self, batch: Batch) -> tuple[Metrics, Agreement]:
-        """Differentiate the task's loss on `batch`, step the optimiser, and return the metrics of the step.
+    def train_step(self, batch: Batch) -> Agreement:
+        """Differentiate the task's loss on `batch`, step the optimiser, and return what all processes know of the step.
 
         Raises:
             InputError: the loss is not finite. No weight has changed, and the weights are saved for inspection.
@@ -213,7 +219,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.config.precision):
             loss, metrics = self.replicas.loss(batch)
-        agreed = self.replicas.backward(batch, loss)
+        agreed = self.replicas.backward(batch, loss, metrics)
         if not math.isfinite(agreed.loss):
             self.refuse(batch.index.tolist(), agreed.loss)
         if self.config.clip_gradients is not None:
@@ -221,7 +227,7 @@ class Trainer:
         self.optimizer.step()
         self.step += 1
         self.validation_due = self.step == self.config.iterations or self.step % self.config.validate_every == 0
-        return metrics, agreed
+        return agreed
 
     def set_learning_rate(self) -> None:
         """Set the learning rate of the next step."""
@@ -233,14 +239,16 @@ class Trainer:
         self._bar.update()
 
     def log(self, metrics: dict[str, float], examples: int, memory: Sequence[int] | None) -> None:
-        """Write a row with the metrics of the step and the speed since the last row.
+        """Write a row with the means of the metrics and the speed since the last row.
 
         Args:
+            metrics: the means of the metrics over the steps since the last row.
             examples: the number of examples in all processes since the last row.
             memory: the peak memory of each process, in bytes; None in processes that do not write.
         """
         speed = examples / (time.perf_counter() - self._clock)
         self._clock, self.examples = time.perf_counter(), 0
+        self.sums.clear()
         if self.records is None:
             return
         row = {
@@ -314,6 +322,7 @@ class Trainer:
             "best_step": self.best_step,
             "validation_due": self.validation_due,
             "task": self.task.state,
+            "sums": dict(self.sums),
             "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
             "vocab": self.data.vocab.to_json(),
             "features": {} if features is None else dict(features.recipe),

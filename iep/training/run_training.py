@@ -3,6 +3,7 @@
 `train_from` does these three in order. A task itself checks the data and the checkpoints that it needs (`tasks.py`).
 """
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -61,6 +62,9 @@ from iep.models.checkpoint import Saved, check_best, checkpoints, load_newest
 from iep.models.weights import WEIGHTS
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
+from iep.program_generator.decode import greedy
+from iep.program_generator.encoder import trim
+from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import program_lengths
 from iep.runtime.distributed import (
     attempt,
@@ -69,6 +73,7 @@ from iep.runtime.distributed import (
     is_main,
     rank,
     torchrun_identity,
+    total,
     world_size,
 )
 from iep.runtime.files import write_bytes
@@ -77,8 +82,8 @@ from iep.training.asynchronous import InstancePlanner, check_asynchronous, fit_a
 from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import RunData, Trainer
-from iep.training.tasks import TASKS, EngineTask, Task
-from iep.vocab import Vocab
+from iep.training.tasks import TASKS, Task
+from iep.vocab import NULL, Vocab
 
 TORCHRUN = ".torchrun"
 """The file in a run directory that identifies the torchrun that started or resumed the run."""
@@ -266,12 +271,9 @@ def _in_memory(split: Split | None, config: Config) -> Split | None:
 def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str], data: RunData) -> Trainer:
     """Build or load the networks, and make the trainer of the task on them."""
     torch.manual_seed(config.seed)
-    predictor = None
-    if config.model == "ee" and config.programs == "predicted":
-        predictor = load_network(config.pg, "generator", data.vocab, data.device)
     networks = {name: _network(name, start, config, data) for name in NETWORKS[config.model]}
     config = _with_networks_settings(config, networks, asked, resumed=start is not None)
-    task = TASKS[config.model](config, networks, predictor)
+    task = TASKS[config.model](config, networks)
     freeze(task.networks, config.freeze)
     if config.placement != NONE:
         placed = _place(task, config, data.training)
@@ -393,21 +395,36 @@ def _fit(trainer: Trainer, file_settings: Mapping[str, Any] | None) -> None:
 
 
 def _describe(trainer: Trainer) -> str:
-    """Return three lines on the run: model, device and parameters; data; steps."""
-    config = trainer.config
-    held = sum(p.numel() for net in trainer.task.networks.values() for p in net.parameters())
-    trained = sum(p.numel() for p in trainer.parameters)
-    frozen = "" if trained == held else f", {trained:,} of them trained"
+    """Return four lines on the run: model, processes and parameters; memory; data; steps."""
+    config, data = trainer.config, trainer.data
+    held = [p for net in trainer.task.networks.values() for p in net.parameters()]
+    count, trained = (sum(p.numel() for p in parameters) for parameters in (held, trainer.parameters))
     execution = getattr(trainer.task.networks.get("engine"), "execution", DEFAULT_EXECUTION)
-    how = "" if execution == DEFAULT_EXECUTION else f", execution {execution}"
+    threads = torch.get_num_threads()
+    model = (
+        f"{config.model} on {trainer.device}",
+        *([f"execution {execution}"] if execution != DEFAULT_EXECUTION else []),
+        *([f"asynchronous with {len(config.devices)} workers"] if config.asynchronous else []),
+        *([f"{world_size()} processes"] if world_size() > 1 else []),
+        f"{threads} thread{'s' if threads > 1 else ''}" + (" each" if world_size() > 1 else ""),
+        f"{count:,} parameters",
+        *([f"{trained:,} of them trained"] if trained != count else []),
+    )
+    # The gradient and the two averages of AdamW are as large as the trained parameters.
+    networks = sum(p.nbytes for p in held) + 3 * sum(p.nbytes for p in trainer.parameters)
+    memory = f"{networks / 1e9:.2f} GB for parameters, gradients and optimiser state"
     unit = "images" if config.model == "backbone" else "questions"
-    splits = []
-    for name, split in ((config.train_split, trainer.data.training), (config.val_split, trainer.data.validation)):
+    splits, features = [], 0
+    for name, split in ((config.train_split, data.training), (config.val_split, data.validation)):
         if split is not None:
             images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
             splits.append(images if unit == "images" else f"{len(split.questions):,} questions about {images}")
+            features += 0 if split.features is None else len(split.features) * split.features.row_bytes
+    if config.features_in_memory:
+        memory += f", {features / 1e9:.2f} GB for features"
     return (
-        f"{trainer.out}: {config.model} on {trainer.device}, {held:,} parameters{frozen}{how}\n"
+        f"{trainer.out}: {', '.join(model)}\n"
+        f"memory: {memory}; minibatches and activations need more\n"
         f"{config.data}: {' and '.join(splits)}\n"
         f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {unit} each"
     )
@@ -417,13 +434,17 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     """Return the training batches from the trainer's step on, and the validation batches or None."""
     config, training, validation = trainer.config, trainer.data.training, trainer.data.validation
     plan_training, plan_validation = None, None
-    if isinstance(trainer.task, EngineTask) and trainer.task.predictor is None:
+    if config.model == "ee":
         planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
         plan_training = planner(training=True, attentions=config.attention_penalty > 0)
         if config.asynchronous:
             plan_training = InstancePlanner(trainer.task.engine, config)
         plan_validation = planner(training=False)
     programs = training.questions.programs
+    if config.model == "ee" and config.programs == "predicted":
+        generator = load_network(config.pg, "generator", trainer.data.vocab, trainer.device)
+        training = _with_predicted_programs(training, generator, config)
+        validation = validation and _with_predicted_programs(validation, generator, config)
     # A batch of the loader is a minibatch or, in asynchronous training, an instance.
     size = config.instance_size if config.asynchronous else config.batch_size
     batches_each = config.batch_size // size
@@ -448,6 +469,20 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
         return batches, None
     dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
     return batches, sequential_batches(dataset, config.val_batch_size, loading, **ranks)
+
+
+def _with_predicted_programs(split: Split, generator: Seq2Seq, config: Config) -> Split:
+    """Return the split with the programs that the generator predicts; each process predicts a part of them."""
+    questions, size = torch.from_numpy(split.questions.questions), config.val_batch_size
+    device = next(generator.parameters()).device
+    programs = torch.full((len(questions), config.max_program_length), NULL)
+    firsts = range(size * rank(), len(questions), size * world_size())
+    hidden = not (is_main() and sys.stderr.isatty())
+    for first in tqdm(firsts, desc=f"predicting the programs of {split.questions.path.stem}", disable=hidden):
+        rows = slice(first, first + size)
+        found_BL = greedy(generator, trim(questions[rows]).to(device), config.max_program_length)
+        programs[rows, : found_BL.shape[1]] = found_BL.cpu()
+    return replace(split, questions=replace(split.questions, programs=total(programs).numpy()))
 
 
 def _check_enough(order: Order, task: Task) -> None:

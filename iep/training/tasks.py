@@ -21,7 +21,6 @@ from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.metrics import exact_match
 from iep.program_generator.decode import greedy, sample
-from iep.program_generator.seq2seq import Seq2Seq
 from iep.runtime.distributed import total
 from iep.training.freezing import is_trained
 from iep.vocab import NULL
@@ -44,15 +43,14 @@ class Task:
 
     examples = "questions"
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
-        """Take the networks, and the program generator that predicts programs without being trained, if any.
+    def __init__(self, config: Config, networks: dict[str, nn.Module]):
+        """Take the networks.
 
         Raises:
             InputError: the networks cannot be trained with these settings.
         """
         self.config = config
         self.networks = networks
-        self.predictor = predictor
         self.state: dict[str, float] = {}
 
     @classmethod
@@ -128,11 +126,11 @@ class GeneratorTask(Task):
 class EngineTask(Task):
     """Training of the execution engine by cross entropy on answers (Johnson et al. 2017, section 3.4).
 
-    The programs are the true ones, or those that a fixed generator predicts.
+    The programs are the true ones, or those that a fixed generator has predicted.
     """
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
-        super().__init__(config, networks, predictor)
+    def __init__(self, config: Config, networks: dict[str, nn.Module]):
+        super().__init__(config, networks)
         self.engine = networks["engine"]
         if config.attention_penalty and not self.engine.makes_attentions:
             modules = self.engine.kwargs["modules"]
@@ -166,17 +164,8 @@ class EngineTask(Task):
         return self.engine_loss(*self._forward(batch), batch.answers)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        if self.predictor is None:
-            return self.engine.forward_with_attentions(batch.features, batch.plan, self.config.defer_weight_grads)
-        return self.forward_programs(batch, greedy(self.predictor, batch.questions, self.config.max_program_length))
-
-    def forward_programs(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, A) answer logits of programs that the batch has no plan for, and the sum of their attention maps
-        if these are penalised and the engine is trained."""
-        config = self.config
-        attentions = self.engine.training and config.attention_penalty > 0
-        plan = self.engine.plan(programs_BL, batch.image_rows, config.batching, config.sharing, attentions)
-        return self.engine.forward_with_attentions(batch.features, plan, config.defer_weight_grads)
+        """Return (B, A) answer logits, and the sum of the attention maps if these are penalised."""
+        return self.engine.forward_with_attentions(batch.features, batch.plan, self.config.defer_weight_grads)
 
     def engine_loss(self, logits_BA: Tensor, attention: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
         """Return the mean cross entropy of an answer plus the attention penalty, and the metrics of the step.
@@ -202,9 +191,9 @@ class JointTask(EngineTask):
     is left out.
     """
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
+    def __init__(self, config: Config, networks: dict[str, nn.Module]):
         super().__init__(config, networks)
-        self.predictor = self.generator = networks["generator"]
+        self.generator = networks["generator"]
         self.state = {"reward_baseline": 0.0}
 
     @classmethod
@@ -223,7 +212,7 @@ class JointTask(EngineTask):
         programs_BL, log_probs_B = sample(
             self.generator, batch.questions, config.max_program_length, config.temperature, batch.draws
         )
-        logits_BA, attention = self.forward_programs(batch, programs_BL)
+        logits_BA, attention = self._forward_programs(batch, programs_BL)
         engine_loss, metrics = self.engine_loss(logits_BA, attention, batch.answers)
         rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
         right, questions = total(torch.tensor([rewards_B.sum().item(), len(rewards_B)], dtype=torch.float64)).tolist()
@@ -231,13 +220,22 @@ class JointTask(EngineTask):
         generator_loss = -((rewards_B - baseline) * log_probs_B).mean()
         metrics |= {
             "reward": rewards_B.mean(),
-            "reward_baseline": torch.tensor(baseline),
+            "reward_baseline": rewards_B.new_full((), baseline),
             "generator_loss": generator_loss.detach(),
         }
         decay = config.reward_decay
         self.state["reward_baseline"] = decay * baseline + (1 - decay) * right / questions
         losses = {"generator": generator_loss, "engine": engine_loss}
         return sum(loss for name, loss in losses.items() if is_trained(self.networks[name])), metrics
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self._forward_programs(batch, greedy(self.generator, batch.questions, self.config.max_program_length))
+
+    def _forward_programs(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        attentions = self.engine.training and config.attention_penalty > 0
+        plan = self.engine.plan(programs_BL, batch.image_rows, config.batching, config.sharing, attentions)
+        return self.engine.forward_with_attentions(batch.features, plan, config.defer_weight_grads)
 
 
 class BackboneTask(Task):
