@@ -324,6 +324,8 @@ class Config:
     """The number of iterations after which the model is validated and saved."""
     log_every: int = setting(50, minimum=1)
     """The number of iterations after which the speed and the means of loss and accuracy over them are logged."""
+    tracker: str | None = setting(None, choices=("trackio", "wandb"))
+    """A package that gets the metrics as well: `trackio` or `wandb` (Weights & Biases)."""
     keep: int = setting(2, minimum=1)
     """The number of newest checkpoints that a run keeps, besides the best one."""
 

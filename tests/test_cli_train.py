@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -57,6 +58,24 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     assert "questions/s" in done.stderr
     assert "Warning" not in done.stderr
     assert step(out) == 4
+
+
+def test_a_tracker_gets_the_settings_and_the_metrics(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given, logged = {}, []
+
+    def init(**arguments: object) -> SimpleNamespace:
+        given.update(arguments)
+        return SimpleNamespace(log=lambda row, step: logged.append({"step": step, **row}))
+
+    start = ("--model", "lstm", "--data", data, *tiny("lstm"), "iterations=2", "validate_every=2", "tracker=trackio")
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    message = "tracker trackio: import of trackio halted; None in sys.modules; pip install 'iep[trackio]'"
+    assert_one_error(iep_train(*start, "--out", tmp_path / "none"), message)
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    assert iep_train(*start, "--out", tmp_path / "run").exit_code == 0
+    assert (given["project"], given["name"], given["config"]["batch_size"]) == ("iep", "run", 8)
+    assert logged == [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
+    assert {"loss", "accuracy", "validation_accuracy"} < set().union(*logged)
 
 
 def test_a_dry_run_prints_the_resolved_settings_and_leaves_nothing(tmp_path: Path):

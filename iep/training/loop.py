@@ -34,7 +34,7 @@ from iep.models.weights import save_weights
 from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.reading import reading
-from iep.runtime.records import VALIDATION, Records
+from iep.runtime.records import VALIDATION, Records, start_tracker
 from iep.runtime.signals import Stopped, answering, deferred
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas, in_step
@@ -165,7 +165,9 @@ class Trainer:
 
     def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None, train_on: TrainOn) -> None:
         config, hidden = self.config, not is_main()
-        self.records = None if hidden else Records(self.out, self.step, self.validation_due)
+        if is_main():
+            tracker = start_tracker(config.tracker, self.out, settings_of(config))
+            self.records = Records(self.out, self.step, self.validation_due, tracker)
         with (
             tqdm(
                 total=config.iterations,
