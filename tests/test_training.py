@@ -376,7 +376,7 @@ def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: li
         ("pg", ["freeze=engine"], "freeze: 'engine' is not a part of pg, expected encoder, decoder"),
         ("joint", ["freeze=engin"], "freeze: 'engin' is not a part of joint, expected generator, engine; did you mean"),
         ("lstm", ["freeze=cnn"], "freeze: 'cnn' is not a part of lstm, expected rnn, classifier"),
-        ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier are all parts of cnn-lstm; nothing"),
+        ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier have all the weights of the"),
         (
             "cnn-lstm",
             ["freeze=rnn,classifier", "cnn_lstm.cnn_projection=0"],

@@ -302,9 +302,7 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_and_names_the_questi
     first, second = together(_fail_with_a_loss_of_one, tiny_config(data, "lstm"), tmp_path)
     assert "loss is nan at iteration 1, on 8 questions" in first
     assert "loss is nan at iteration 1" in second
-    held = torch.load(tmp_path / "not-finite-1.pt", weights_only=True)
-    assert len(set(held["positions"])) == 8
-    assert held["question_index"] == [position + 1000 for position in held["positions"]]
+    assert len(set(re.findall(r"\b10\d\d\b", first))) == 8
 
 
 def _train_on_data_of_their_own(config: Config, of_ranks: list[Path], out: Path) -> bool:

@@ -170,7 +170,7 @@ class _Workers:
                     row = self._train(self._instances(batches, end))
                 except NotFiniteError as error:
                     run.step -= 1
-                    run.refuse(error.batch.index.tolist(), error.loss)
+                    run.raise_not_finite(error.batch.index.tolist(), error.loss)
                 run.validation_due = run.step == end
                 self._log(gather)
                 if run.records is not None:
