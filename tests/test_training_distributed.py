@@ -27,7 +27,7 @@ from iep.models.build import build, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.runtime.signals import Stopped, handled
-from iep.training.batch_norm import average_statistics, synchronize_norms
+from iep.training.batch_norm import synchronize_norms
 from iep.training.loop import Trainer
 from iep.training.parallel import Replicas
 from iep.training.run_training import load_start, train
@@ -180,19 +180,6 @@ def test_running_statistics_are_the_mean_over_the_processes_and_resume_to_the_sa
     assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
 
 
-def _average(values: list[list[float]]) -> list[list[float]]:
-    """Return the running means of norms that each process sets to its row of `values`."""
-    norms = nn.ModuleList([nn.BatchNorm2d(1), ExampleNorm(1), nn.BatchNorm1d(1).eval()])
-    for norm, value in zip(norms, values[rank()], strict=True):
-        norm.running_mean.fill_(value)
-    average_statistics({"norms": norms})
-    return [norm.running_mean.item() for norm in norms]
-
-
-def test_running_statistics_of_norms_in_training_mode_are_averaged():
-    assert together(_average, [[1.0, 3.0, 5.0], [2.0, 5.0, 6.0]]) == [[1.5, 4.0, 5.0], [1.5, 4.0, 6.0]]
-
-
 def test_batch_norm_on_gpus_is_synchronised_except_in_an_engines_modules(data: Path, monkeypatch):
     config = tiny_config(data, "ee", *NORM, "engine.classifier_norm=true", "engine.module_norm=example")
     engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
@@ -212,17 +199,6 @@ def test_three_processes_train_as_one_on_unequal_parts_and_small_stages(data: Pa
     assert train(config, tmp_path / "one", resume=False)
     assert all(together(train, config, tmp_path / "three", False, world_size=3))
     assert_same_run(tmp_path / "one", tmp_path / "three", 5)
-
-
-def test_modules_that_neither_process_uses_keep_their_weights_and_have_no_optimiser_state(data: Path, tmp_path: Path):
-    config = tiny_config(data, "ee", "batch_size=2", "iterations=2", "validate_every=1", "weight_decay=0.1")
-    assert all(together(train, config, tmp_path, False))
-    # The engine has parameters alone, no buffers.
-    first, last = (weights(tmp_path / step_name(step), "engine") for step in (1, 2))
-    state = load_checkpoint(tmp_path / step_name(2))["optimizer"]["state"]
-    unused = [name for number, name in enumerate(last) if number not in state]
-    assert 0 < len(unused) < len(last)
-    assert all(torch.equal(first[name], last[name]) for name in unused)
 
 
 def test_a_run_of_two_processes_resumes_in_one_and_in_two_again(data: Path, tmp_path: Path):
@@ -336,18 +312,3 @@ def test_processes_may_read_copies_of_the_same_data(data: Path, tmp_path: Path):
     copies = [data, write_data(tmp_path / "copy")]
     settings = ("iterations=1", "features_in_memory=true")
     assert all(together(_train_on_data_of_their_own, tiny_config(data, "ee", *settings), copies, tmp_path / "out"))
-
-
-def _end_without_a_file(config: Config, of_ranks: list[Path], out: Path) -> str:
-    with pytest.raises((InputError, SystemExit)) as caught:
-        _train_on_data_of_their_own(config, of_ranks, out)
-    return str(caught.value)
-
-
-def test_a_file_that_one_process_lacks_is_named_with_the_process_by_the_first_and_ends_all(data: Path, tmp_path: Path):
-    lacks = write_data(tmp_path / "lacks")
-    (lacks / "train_features.h5").unlink()
-    config = tiny_config(data, "ee", "features_in_memory=true")
-    first, second = together(_end_without_a_file, config, [data, lacks], tmp_path / "out")
-    assert first.startswith(f"process 1: {lacks / 'train_features.h5'}: no such file")
-    assert second == "1", "the exit code"
