@@ -72,7 +72,7 @@ from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import RunData, Trainer
 from iep.training.tasks import TASKS, Task
-from iep.vocab import NULL, Vocab
+from iep.vocab import Vocab
 
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
 """Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
@@ -386,21 +386,10 @@ def _describe(trainer: Trainer) -> str:
 def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     """Return the training batches from the trainer's step on, and the validation batches or None."""
     config, training, validation = trainer.config, trainer.data.training, trainer.data.validation
-    plan_training, plan_validation = None, None
-    if config.model == "ee":
-        planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
-        plan_training = planner(training=True, attentions=config.attention_penalty > 0)
-        if config.asynchronous:
-            plan_training = InstancePlanner(trainer.task.engine, config)
-        plan_validation = planner(training=False)
-    programs = training.questions.programs
-    if config.model == "ee" and config.programs == "predicted":
-        generator = load_network(config.pg, "generator", trainer.data.vocab, trainer.device)
-        training = _with_predicted_programs(training, generator, config)
-        validation = validation and _with_predicted_programs(validation, generator, config)
     # A batch of the loader is a minibatch or, in asynchronous training, an instance.
     size = config.instance_size if config.asynchronous else config.batch_size
     batches_each = config.batch_size // size
+    programs = training.questions.programs  # a curriculum is of the true programs
     order = make_order(
         program_lengths(programs, trainer.data.vocab.program) if config.curriculum and programs is not None else None,
         training.questions.image_idxs,
@@ -411,6 +400,17 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     )
     order.stages = [(batches_each * first, pool) for first, pool in order.stages]
     _check_enough(order, trainer.task)
+    plan_training, plan_validation = None, None
+    if config.model == "ee":
+        planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
+        plan_training = planner(training=True, attentions=config.attention_penalty > 0)
+        if config.asynchronous:
+            plan_training = InstancePlanner(trainer.task.engine, config)
+        plan_validation = planner(training=False)
+    if config.programs == "predicted":
+        generator = load_network(config.pg, "generator", trainer.data.vocab, trainer.device)
+        training = _with_predicted_programs(training, generator, config)
+        validation = validation and _with_predicted_programs(validation, generator, config)
     loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
     steps = range(batches_each * trainer.step, batches_each * config.iterations)
     draws = config.max_program_length if config.model == "joint" else 0
@@ -428,7 +428,8 @@ def _with_predicted_programs(split: Split, generator: Seq2Seq, config: Config) -
     """Return the split with the programs that the generator predicts; each process predicts a part of them."""
     questions, size = torch.from_numpy(split.questions.questions), config.val_batch_size
     device = next(generator.parameters()).device
-    programs = torch.full((len(questions), config.max_program_length), NULL)
+    # Rows of other processes are 0, the index of <NULL>, so that the sum over the processes has all programs.
+    programs = torch.zeros(len(questions), config.max_program_length, dtype=torch.long)
     firsts = range(size * rank(), len(questions), size * world_size())
     hidden = not (is_main() and sys.stderr.isatty())
     for first in tqdm(firsts, desc=f"predicting the programs of {split.questions.path.stem}", disable=hidden):
