@@ -221,7 +221,8 @@ class Config:
     """The checkpoint that a baseline starts from."""
 
     programs: str = setting("ground-truth", choices=PROGRAM_SOURCES, models=("ee",))
-    """The programs that the engine is trained on: those of the questions, or those that `pg` predicts."""
+    """The programs that the engine is trained on: those of the questions, or those that `pg` predicts before the first
+    iteration."""
     batching: str = setting(choices.DEFAULT_SCHEDULER, choices=BATCHING, models=WITH_ENGINE)
     """The scheduler of the engine's module calls."""
     sharing: bool | None = setting(None, models=WITH_ENGINE)
@@ -320,7 +321,9 @@ class Config:
     validate_every: int = setting(1000, minimum=1)
     """The number of iterations after which the model is validated and saved."""
     log_every: int = setting(50, minimum=1)
-    """The number of iterations after which loss and speed are logged."""
+    """The number of iterations after which the speed and the means of loss and accuracy over them are logged."""
+    tracker: str | None = setting(None, choices=("trackio", "wandb"))
+    """A package that gets the metrics as well: `trackio` or `wandb` (Weights & Biases)."""
     keep: int = setting(2, minimum=1)
     """The number of newest checkpoints that a run keeps, besides the best one."""
 

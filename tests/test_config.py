@@ -1,6 +1,6 @@
 """Settings: what overrides what, what is refused and how, and that nothing is lost on the way to YAML and back."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,6 @@ import yaml
 from tiny_data import refused
 
 from iep.config import (
-    ASYNCHRONOUS,
     LEARNING_RATES,
     MODELS,
     PLACES,
@@ -31,17 +30,11 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_options_override_assignments_which_override_the_file_which_overrides_the_defaults(tmp_path: Path):
+def test_options_override_assignments_which_override_the_file_which_overrides_the_base(tmp_path: Path):
     file = write(tmp_path / "run.yaml", "batch_size: 2\nworkers: 2\nseed: 2\n")
-    config = read_config(file, ["workers=3", "seed=3"], {"seed": 4, "device": None})
-    assert (config.batch_size, config.workers, config.seed) == (2, 3, 4)
-    assert config == replace(Config(), batch_size=2, workers=3, seed=4)
-
-
-def test_a_base_replaces_the_defaults_an_option_left_out_overrides_nothing_and_the_later_assignment_holds():
-    base = replace(Config(), seed=7, workers=0)
-    config = read_config(None, ["pg=a.pt", "workers=4", "workers=5"], {"pg": None, "model": None}, base=base)
-    assert config == replace(base, workers=5, pg="a.pt")
+    base = replace(Config(), prefetch=7, seed=7)
+    config = read_config(file, ["workers=3", "seed=3", "keep=4", "keep=5"], {"seed": 4, "device": None}, base=base)
+    assert config == replace(base, batch_size=2, workers=3, seed=4, keep=5)
 
 
 def test_nested_settings_change_what_they_name_and_nothing_beside_it(tmp_path: Path):
@@ -73,21 +66,12 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("batchsize=3", "unknown key 'batchsize'; did you mean 'batch_size'?"),
         ("modules=tbd", "unknown key 'modules'; did you mean 'engine.modules'?"),
         ("batch_size=many", "batch_size is 'many', expected a whole number"),
-        ("batch_size=true", "batch_size is True, expected a whole number"),
         ("learning_rate=-1", "learning_rate is -1.0, expected at least 0"),
-        ("batch_size=0", "batch_size is 0, expected at least 1"),
         ("engine.stem_widths=[16, 0]", "engine.stem_widths is 0, expected at least 1"),
-        ("engine.stem_norm=1", "engine.stem_norm is 1, expected true or false"),
         ("engine.stem_widths=16", "engine.stem_widths is 16, expected a list, each item a whole number"),
         ("curriculum=[[0, 4, 5]]", "curriculum is [0, 4, 5], expected (a whole number, a whole number)"),
-        ("data=3", "data is 3, expected text"),
-        (
-            "model=eee",
-            "model is 'eee', expected one of pg, ee, joint, lstm, cnn-lstm, cnn-lstm-sa, backbone; did you mean 'ee'?",
-        ),
         ("engine=3", "engine is 3, expected a mapping of settings"),
         ("learning_rate=inf", "expected a finite number"),
-        ("questions_per_image=99999999999999999999", "expected a finite number of at most"),
         ("seed=2020-13-45", "not YAML"),
         ("seed", "expected key=value"),
     ],
@@ -114,17 +98,16 @@ def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path: Path, 
         read_config(file)
 
 
-def changed(config: Config) -> Config:
-    """Return a config none of whose own settings is the default, as far as types tell how to change one."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ASYNCHRONOUS}
-    numbers = {key: value + 1 for key, value in values.items() if type(value) in (int, float)}
-    others = {"model": "joint", "data": "data/a b", "pg": "1", "freeze": ("engine",)}
-    return replace(
-        config,
-        **numbers | others | {"learning_rate": 1e-4, "reward_decay": 0.5},
-        curriculum=((0, 4), (50, 30)),
-        engine=EngineConfig(stem_widths=(), stem_norm=True, classifier_hidden=(3, 4)),
-    )
+CHANGED = Config(
+    model="joint",
+    data="data/a b",
+    pg="1",
+    freeze=("engine",),
+    learning_rate=1e-4,
+    num_train_samples=3,
+    curriculum=((0, 4), (50, 30)),
+    engine=EngineConfig(stem_widths=(), stem_norm=True, classifier_hidden=(3, 4)),
+)
 
 
 def test_a_dropped_setting_of_an_earlier_version_is_read_only_without_a_value(tmp_path: Path):
@@ -133,7 +116,7 @@ def test_a_dropped_setting_of_an_earlier_version_is_read_only_without_a_value(tm
         read_config(write(tmp_path / "config.yaml", "model: ee\nreplicas: [stem=2]\n"))
 
 
-@pytest.mark.parametrize("config", [Config(), changed(Config())])
+@pytest.mark.parametrize("config", [Config(), CHANGED])
 def test_a_config_survives_its_yaml(tmp_path: Path, config: Config):
     assert read_config(write(tmp_path / "config.yaml", to_yaml(config))) == config
     assert yaml.safe_load(to_yaml(config)) == settings_of(config)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from tiny_data import (
 )
 from train_cases import before_each_step, iep_train, rows, scalars, weights
 
+import iep.training.run_training
 from iep.config import Config, read_config, to_dict
 from iep.data.datasets import Batch
 from iep.errors import InputError
@@ -53,7 +55,6 @@ CPU = torch.device("cpu")
         ("joint", ("freeze=generator",)),
         ("lstm", ()),
         ("cnn-lstm", ("cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true")),
-        ("cnn-lstm-sa", ()),
         ("cnn-lstm-sa", ("precision=bfloat16",)),
         ("ee", ("precision=bfloat16", "engine.initialization=torch")),
         ("joint", ("precision=bfloat16",)),
@@ -116,22 +117,28 @@ def test_every_step_uses_the_learning_rate_of_its_number(data: Path, tmp_path: P
 
 def test_only_training_counts_in_questions_per_second(data: Path, tmp_path: Path, monkeypatch):
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+    def take(seconds: float) -> float:
+        clock.now += seconds
+        return 0.0
+
     monkeypatch.setattr("iep.training.loop.time", clock)
-
-    def timed(name: str, seconds: float) -> None:
-        function = getattr(Trainer, name)
-
-        def run(*arguments):
-            clock.now += seconds
-            return function(*arguments)
-
-        monkeypatch.setattr(Trainer, name, run)
-
-    timed("train_step", 1.0)
-    timed("validate", 100.0)
+    before_each_step(monkeypatch, lambda trainer, batch: take(1.0))
+    monkeypatch.setattr(Trainer, "validate", lambda self, batches: take(100.0))
     train(tiny_config(data, "lstm", "validate_every=3", "log_every=2"), tmp_path, resume=False)
     recorded = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [row["questions_per_second"] for row in recorded if "loss" in row] == [8.0, 8.0]
+
+
+def test_a_row_holds_the_means_over_the_iterations_since_the_row_before(data: Path, tmp_path: Path):
+    config = tiny_config(data, "lstm", "iterations=5")
+    for every in (1, 3):
+        train(replace(config, log_every=every), tmp_path / str(every), resume=False)
+    each, found = ([row for row in rows(tmp_path / name) if "loss" in row] for name in "13")
+    assert [row["step"] for row in found] == [3, 5]
+    for row, part in zip(found, (each[:3], each[3:]), strict=True):
+        for name in ("loss", "accuracy"):
+            assert row[name] == pytest.approx(np.mean([one[name] for one in part]), rel=1e-12)
 
 
 def test_rewards_are_in_the_metrics_and_on_the_board(data: Path, parts: list[str], tmp_path: Path):
@@ -213,12 +220,33 @@ def test_a_seed_repeats_a_run_with_any_number_of_workers_and_another_seed_does_n
     assert not torch.equal(states["a"]["classifier.0.weight"], states["c"]["classifier.0.weight"])
 
 
+def test_predicted_programs_are_decoded_once_and_train_as_true_ones_would(data, parts, tmp_path: Path, monkeypatch):
+    """The second run has data whose true programs are those that the first predicts."""
+    decoded, greedy = [], iep.training.run_training.greedy
+
+    def decode(*arguments):
+        decoded.append(greedy(*arguments))
+        return decoded[-1]
+
+    monkeypatch.setattr(iep.training.run_training, "greedy", decode)
+    settings = ("learning_rate=0.001", "iterations=8", "validate_every=4")
+    train(tiny_config(data, "ee", "programs=predicted", parts[0], *settings), tmp_path / "predicted", resume=False)
+    assert [len(programs_BL) for programs_BL in decoded] == [TRAIN, VAL]
+    write_data(tmp_path / "data")
+    for split, programs_BL in zip(("train", "val"), decoded, strict=True):
+        datasets = arrays(len(programs_BL)) | {"programs": programs_BL.numpy()}
+        write_h5(tmp_path / "data" / f"{split}_questions.h5", datasets)
+    train(tiny_config(tmp_path / "data", "ee", *settings), tmp_path / "true", resume=False)
+    assert rows(tmp_path / "predicted") == rows(tmp_path / "true")
+    states = [dict(weights(newest(tmp_path / name), "engine")) for name in ("predicted", "true")]
+    assert digest(states[0]) == digest(states[1])
+
+
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [
         (("engine.module_norm=batch",), True),
         (("engine.module_norm=batch", "batching=vanilla"), False),
-        (("engine.module_norm=batch", "batching=vanilla", "sharing=true"), True),
         (("engine.module_norm=example",), False),
     ],
 )
@@ -246,7 +274,6 @@ def test_a_run_that_stands_is_not_overwritten(data: Path, tmp_path: Path):
     assert refusal(tiny_config(data, "lstm"), tmp_path) == (
         f"{tmp_path}: already holds a run; add --resume to continue it, or choose another --out"
     )
-    assert "holds a run of model lstm, cannot resume it as ee" in refusal(tiny_config(data, "ee"), tmp_path, True)
     assert newest(tmp_path).read_bytes() == before
 
 
@@ -339,17 +366,9 @@ def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: li
         ("ee", ["pg"], "which training ee uses only with --programs predicted"),
         ("lstm", ["pg"], "which training lstm does not use"),
         ("pg", ["freeze=engine"], "freeze: 'engine' is not a part of pg, expected encoder, decoder"),
-        ("joint", ["freeze=engin"], "freeze: 'engin' is not a part of joint, expected generator, engine; did you mean"),
         ("lstm", ["freeze=cnn"], "freeze: 'cnn' is not a part of lstm, expected rnn, classifier"),
-        ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier are all parts of cnn-lstm; nothing"),
-        (
-            "cnn-lstm",
-            ["freeze=rnn,classifier", "cnn_lstm.cnn_projection=0"],
-            "freeze: rnn, classifier have all the weights of the model; nothing is left to train",
-        ),
+        ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier have all the weights of the"),
         ("lstm", ["batch_size=1", "lstm.classifier_norm=true"], "a minibatch has 1 question, expected at least 2"),
-        ("ee", ["data=null"], "no data: give --data DIR"),
-        ("ee", ["device=cuda:99"], "device 'cuda:99': not available here"),
         ("ee", ["device=quantum"], "device 'quantum': not available here"),
         ("ee", ["engine.stem=pixels", "engine.stem_stride=4"], "an execution engine cannot be built: stem widths []"),
         ("ee", ["engine.modules=tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),

@@ -28,7 +28,7 @@ from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.runtime.files import row_checksums
 from iep.runtime.signals import Stopped, handled
-from iep.training.batch_norm import average_statistics, synchronize_norms
+from iep.training.batch_norm import synchronize_norms
 from iep.training.loop import Trainer
 from iep.training.parallel import Replicas
 from iep.training.run_training import load_start, train
@@ -62,7 +62,7 @@ def assert_same_run(one: Path, two: Path, iterations: int) -> None:
 
 
 CASES = {
-    "pg": (),
+    "pg": ("log_every=4",),
     "lstm": (),
     "cnn-lstm-sa": (),
     "cnn-lstm-sa, partly frozen": ("freeze=rnn,cnn",),
@@ -107,8 +107,7 @@ def _gradients(data: Path, *settings: str) -> dict[str, torch.Tensor | None]:
     rows = np.array([0, 1, 2, 13, 26, 4, 5])
     batch = dataset.batch((rows[deal(dataset.questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.double())
-    loss, _ = replicas.loss(batch)
-    replicas.backward(batch, loss)
+    replicas.backward(batch, *replicas.loss(batch))
     return {name: parameter.grad for name, parameter in engine.named_parameters()}
 
 
@@ -143,7 +142,7 @@ def _gradients_without_a_loss_in_one_process() -> list[torch.Tensor | None]:
             return 3 - 2 * rank()
 
     replicas = Replicas(Constant(Config(), {"weights": weights}), list(weights))
-    replicas.backward(None, replicas.loss(None)[0])
+    replicas.backward(None, *replicas.loss(None))
     return [weight.grad for weight in weights]
 
 
@@ -178,19 +177,6 @@ def test_running_statistics_are_the_mean_over_the_processes_and_resume_to_the_sa
     assert all(together(train, config(6), tmp_path / "resumed", True))
     whole, resumed = (weights(newest(tmp_path / out), "engine") for out in ("whole", "resumed"))
     assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
-
-
-def _average(values: list[list[float]]) -> list[list[float]]:
-    """Return the running means of norms that each process sets to its row of `values`."""
-    norms = nn.ModuleList([nn.BatchNorm2d(1), ExampleNorm(1), nn.BatchNorm1d(1).eval()])
-    for norm, value in zip(norms, values[rank()], strict=True):
-        norm.running_mean.fill_(value)
-    average_statistics({"norms": norms})
-    return [norm.running_mean.item() for norm in norms]
-
-
-def test_running_statistics_of_norms_in_training_mode_are_averaged():
-    assert together(_average, [[1.0, 3.0, 5.0], [2.0, 5.0, 6.0]]) == [[1.5, 4.0, 5.0], [1.5, 4.0, 6.0]]
 
 
 def test_batch_norm_on_gpus_is_synchronised_except_in_an_engines_modules(data: Path, monkeypatch):
@@ -291,9 +277,7 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_and_names_the_questi
     first, second = together(_fail_with_a_loss_of_one, tiny_config(data, "lstm"), tmp_path)
     assert "loss is nan at iteration 1, on 8 questions" in first
     assert "loss is nan at iteration 1" in second
-    held = torch.load(tmp_path / "not-finite-1.pt", weights_only=True)
-    assert len(set(held["positions"])) == 8
-    assert held["question_index"] == [position + 1000 for position in held["positions"]]
+    assert len(set(re.findall(r"\b10\d\d\b", first))) == 8
 
 
 def _train_on_data_of_their_own(config: Config, of_ranks: list[Path], out: Path) -> bool:
@@ -329,18 +313,3 @@ def test_processes_may_read_copies_of_the_same_data(data: Path, tmp_path: Path):
     copies = [data, write_data(tmp_path / "copy")]
     settings = ("iterations=1", "features_in_memory=true")
     assert all(together(_train_on_data_of_their_own, tiny_config(data, "ee", *settings), copies, tmp_path / "out"))
-
-
-def _end_without_a_file(config: Config, of_ranks: list[Path], out: Path) -> str:
-    with pytest.raises((InputError, SystemExit)) as caught:
-        _train_on_data_of_their_own(config, of_ranks, out)
-    return str(caught.value)
-
-
-def test_a_file_that_one_process_lacks_is_named_with_the_process_by_the_first_and_ends_all(data: Path, tmp_path: Path):
-    lacks = write_data(tmp_path / "lacks")
-    (lacks / "train_features.h5").unlink()
-    config = tiny_config(data, "ee", "features_in_memory=true")
-    first, second = together(_end_without_a_file, config, [data, lacks], tmp_path / "out")
-    assert first.startswith(f"process 1: {lacks / 'train_features.h5'}: no such file")
-    assert second == "1", "the exit code"

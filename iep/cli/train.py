@@ -1,5 +1,6 @@
 """`iep-train`: train a model on preprocessed data, and write checkpoints into a run directory."""
 
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -235,14 +236,14 @@ def main(
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
     from iep.runtime.distributed import is_main, joined
-    from iep.training.run_training import train_from, was_restarted
+    from iep.training.run_training import train_from
 
+    was_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, after a process has failed
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
-        config, start = resolve(resume or was_restarted(out))
+        config, start = resolve(resume or was_restarted)
         if resume and config.data is None and not (out / CONFIG).exists():
             raise InputError(f"{out}: holds no run to resume; to start one, give --data DIR")
-        file_settings = {name: value for source, name, value in given if source == str(file)}
-        trainer = train_from(start, config, out, names, file and file_settings)
+        trainer = train_from(start, config, out, names)
         if is_main() and trainer is not None:
             done = f"trained {config.model} to iteration {config.iterations}"
             click.echo(f"{out}: {done}; {trainer.describe_best()}")
@@ -260,7 +261,7 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
     start, base = None, Config()
     named = {name: value for source, name, value in given if source != str(file)}.get("engine.modules")
     if resume:
-        from iep.training.run_training import GIVEN, changes, config_of, load_start
+        from iep.training.run_training import changes, config_of, load_start
 
         start = load_start(out)
         begun = absolute(only_used(read_config(out / CONFIG))) if (out / CONFIG).exists() else None
@@ -273,10 +274,6 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
         if begun is not None and {*begun.devices} == {"cpu"} and overridden(base, given).asynchronous:
             # Unlike other devices, the workers of asynchronous training on the CPU exist on every machine.
             base = replace(base, devices=begun.devices, placement=begun.placement)
-        # Settings that the file had when the run started are not new: other settings may have replaced them since.
-        before = given_settings(out / GIVEN) if (out / GIVEN).exists() else []
-        said = [(name, value) for _, name, value in before]
-        given = [each for each in given if each[0] != str(file) or each[1:] not in said]
     # Settings that only the other way to train uses are dropped if a resumed run changes to it.
     base = only_used(replace(base, asynchronous=overridden(base, given).asynchronous))
     config = absolute(overridden(base, given))

@@ -1,5 +1,7 @@
 """A run's metrics over time: metrics.jsonl with one object per line, and the same numbers as TensorBoard events.
 
+A tracker, Weights & Biases or trackio, gets the same numbers if the run names one.
+
 Every row opens the files anew. TensorBoard's own writer has a thread, in which the error of a full disk could not be
 caught.
 """
@@ -8,13 +10,17 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from iep.errors import InputError
 from iep.runtime.files import os_errors_name, write_bytes
 
 METRICS, BOARD = "metrics.jsonl", "tensorboard"
@@ -30,9 +36,11 @@ class Records:
         step: the step of the checkpoint from which the run resumes. Later rows are dropped.
         validation_due: the checkpoint was saved before the validation of its step. The row of this validation is
             dropped as well.
+        tracker: a run of a tracker, as `start_tracker` returns it.
     """
 
-    def __init__(self, out: Path, step: int, validation_due: bool = False):
+    def __init__(self, out: Path, step: int, validation_due: bool = False, tracker: Any = None):
+        self._tracker = tracker
         self._metrics_path = out / METRICS
         kept = []
         if self._metrics_path.exists():
@@ -57,12 +65,34 @@ class Records:
         with os_errors_name(self._metrics_path), open(self._metrics_path, "ab") as file:
             file.write(_line(row))
         self._show(_event(row))
+        if self._tracker is not None:
+            self._tracker.log({name: value for name, value in row.items() if name != "step"}, step=step)
 
     def _show(self, *events: Event) -> None:
         with os_errors_name(self._board_path), open(self._board_path, "ab") as file:
             for event in events:
                 event.wall_time = time.time()
                 RecordWriter(file).write(event.SerializeToString())
+
+
+def start_tracker(package: str | None, out: Path, settings: Mapping[str, Any]) -> Any:
+    """Start a run of a tracker, named as the directory `out`, which ends with the process; return None without one.
+
+    Args:
+        package: the name of a package with the interface of wandb.
+        settings: the settings of the run, which the tracker shows.
+
+    Raises:
+        InputError: the package is not installed, or cannot start a run.
+    """
+    if package is None:
+        return None
+    try:
+        return import_module(package).init(project="iep", name=out.name, config=dict(settings))
+    except ModuleNotFoundError as error:
+        raise InputError(f"tracker {package}: {error}; pip install 'iep[{package}]'") from None
+    except Exception as error:  # without a login or a network, say; each package has errors of its own
+        raise InputError(f"tracker {package} cannot start: {' '.join(str(error).split())}") from None
 
 
 def _event(row: Row) -> Event:

@@ -28,7 +28,6 @@ from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import BALANCED, NONE
 from iep.execution_engine.program_plan import Planner
-from iep.program_generator.decode import greedy
 from iep.runtime.devices import autocast, peak_memory
 from iep.runtime.distributed import gather, world_size
 from iep.runtime.signals import Stopped, deferred, stop_signal
@@ -139,7 +138,7 @@ class _Workers:
                     row = self._train(self._instances(batches, end))
                 except NotFiniteError as error:
                     run.step -= 1
-                    run.refuse(error.batch.index.tolist(), error.loss)
+                    run.raise_not_finite(error.batch.index.tolist(), error.loss)
                 run.validation_due = run.step == end
                 self._log(gather)
                 if run.records is not None:
@@ -228,10 +227,6 @@ class _Workers:
 
     def _instance(self, batch: Batch) -> Instance:
         plan = batch.plan
-        if plan is None:
-            with torch.no_grad():
-                programs_BL = greedy(self.task.predictor, batch.questions, self.config.max_program_length)
-            plan = self.planner(programs_BL, image_rows_B=batch.image_rows).to(batch.features.device)
         dtype = torch.bfloat16 if self.config.precision == "bfloat16" else batch.features.dtype
         inputs = self.engine.inputs_of(batch.features, plan, dtype)
         return Instance(plan.plan, inputs, partial(self._loss, batch))

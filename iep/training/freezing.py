@@ -32,10 +32,10 @@ def parts_of(model: str) -> tuple[str, ...]:
 
 
 def check_freeze(model: str, names: Sequence[str]) -> None:
-    """Check that `names` are names of parts of `model`, and that some part is left to train.
+    """Check that `names` are names of parts of `model`.
 
     Raises:
-        InputError: a name is unknown, or no part is left.
+        InputError: a name is unknown.
     """
     parts = parts_of(model)
     for name in names:
@@ -43,8 +43,6 @@ def check_freeze(model: str, names: Sequence[str]) -> None:
             raise InputError(
                 f"freeze: {name!r} is not a part of {model}, expected {', '.join(parts)}{nearest(name, parts)}"
             )
-    if set(names) == set(parts):
-        raise InputError(f"freeze: {', '.join(parts)} are all parts of {model}; nothing is left to train")
 
 
 def freeze(networks: Mapping[str, nn.Module], names: Iterable[str]) -> None:

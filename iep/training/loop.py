@@ -10,11 +10,12 @@ import itertools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -33,15 +34,13 @@ from iep.models.weights import save_weights
 from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.reading import reading
-from iep.runtime.records import VALIDATION, Records
+from iep.runtime.records import VALIDATION, Records, start_tracker
 from iep.runtime.signals import Stopped, answering, deferred
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas, in_step
-from iep.training.tasks import Metrics, Task
+from iep.training.tasks import Task
 from iep.vocab import Vocab
 
-NOT_FINITE = "iep-not-finite-1"
-"""The format of the file with the state before a step whose loss is not finite."""
 HINT = "try a lower learning_rate or clip_gradients=1"
 SHOWN = 8
 """The greatest number of questions or images that a message lists."""
@@ -66,8 +65,6 @@ class RunData:
     vocab: Vocab
     training: Split
     validation: Split | None = None
-    families: str | None = None
-    """The question families that the config's file lists; None without a file."""
 
 
 TrainOn = Callable[["Trainer", Iterator[Batch], Iterable[Batch] | None], None]
@@ -100,6 +97,8 @@ class Trainer:
         self._bar = tqdm(disable=True)
         self._clock, self.examples = 0.0, 0
         """The time of the last row of metrics, and the number of examples of this process since then."""
+        self.sums: Counter[str] = Counter()
+        """The sums of the metrics over the steps since the last row, and the number of these `steps`."""
         self.parameters = [p for net in task.networks.values() for p in net.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.peak_learning_rate, weight_decay=config.weight_decay, fused=True
@@ -110,22 +109,18 @@ class Trainer:
         """Continue from a checkpoint whose networks are already loaded into the task.
 
         Raises:
-            InputError: the state of the optimiser or of the task does not belong to these networks.
+            InputError: the state of the optimiser does not belong to these networks.
         """
         held = start.content
         with reading(start.path, "a checkpoint of this run"):
-            if held["step"] < 0:
-                raise InputError(f"step is {held['step']}, expected at least 0")
             check_optimizer(held["optimizer"], self.parameters)
             self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": held["optimizer"]["state"]})
-            if held["task"].keys() != self.task.state.keys():
-                expected = ", ".join(self.task.state) or "nothing"
-                raise InputError(f"task holds {', '.join(held['task']) or 'nothing'}, expected {expected}")
         self.step, self.validation_due = held["step"], held["validation_due"]
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, max(0, self.step - 1))  # saved with the state
         if (self.out / BEST).exists():
             self.best, self.best_step = held["best"], held.get("best_step") or 0
         self.task.state.update(held["task"])
+        self.sums.update(held.get("sums", {}))  # earlier versions logged the metrics of single steps
         self._saved_step = self.step
 
     def fit(
@@ -145,10 +140,30 @@ class Trainer:
         config = self.config
         what = f"a batch of {config.batch_size} {self.task.examples}; --resume continues from the last checkpoint"
         try:
-            # Several processes stop at a step that they agree on, not where the signal arrives.
-            waiting = deferred() if world_size() > 1 else nullcontext()
-            with enough_memory(self.device, what, "batch_size"), waiting:
-                self._fit(training, validation, train_on or Trainer.train_on)
+            with (
+                enough_memory(self.device, what, "batch_size"),
+                # Several processes stop at a step that they agree on, not where the signal arrives.
+                deferred() if world_size() > 1 else nullcontext(),
+                tqdm(
+                    total=config.iterations,
+                    initial=self.step,
+                    desc=config.model,
+                    mininterval=1,
+                    disable=not is_main() or not sys.stderr.isatty(),
+                ) as self._bar,
+                # The error of a worker may keep frames, and with them the loader, whose processes would not end.
+                closing(on_device(training, self.device)) as batches,
+            ):
+                if is_main():
+                    tracker = start_tracker(config.tracker, self.out, settings_of(config))
+                    self.records = Records(self.out, self.step, self.validation_due, tracker)
+                if self.step == 0 and validation is not None:
+                    self._tell("before the first iteration", self.validate(validation))
+                if self.validation_due:
+                    self.validate_and_save(validation)
+                self._train_mode(True)
+                self._clock = time.perf_counter()
+                (train_on or Trainer.train_on)(self, batches, validation)
         except Stopped as stop:
             if self.step > self._saved_step:
                 with answering():
@@ -159,29 +174,6 @@ class Trainer:
             outcome = f"after iteration {self.step}, which is saved; --resume continues from there"
             raise Stopped(stop.number, outcome if self.step else "before the first iteration") from None
 
-    def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None, train_on: TrainOn) -> None:
-        config, hidden = self.config, not is_main()
-        self.records = None if hidden else Records(self.out, self.step, self.validation_due)
-        with (
-            tqdm(
-                total=config.iterations,
-                initial=self.step,
-                desc=config.model,
-                mininterval=1,
-                disable=hidden or not sys.stderr.isatty(),
-            ) as bar,
-            # The error of a worker may keep frames, and with them the loader, whose processes would not end.
-            closing(on_device(training, self.device)) as batches,
-        ):
-            self._bar = bar
-            if self.step == 0 and validation is not None:
-                self._tell("before the first iteration", self.validate(validation))
-            if self.validation_due:
-                self.validate_and_save(validation)
-            self._train_mode(True)
-            self._clock = time.perf_counter()
-            train_on(self, batches, validation)
-
     def train_on(self, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
         """Take a step on each batch, and validate and save when it is due.
 
@@ -191,37 +183,39 @@ class Trainer:
         """
         for batch in itertools.islice(batches, self.config.iterations - self.step):
             with deferred():  # a signal stops the run between two steps
-                metrics, agreed = self.train_step(batch)
+                agreed = self.train_step(batch)
+                self.sums.update(agreed.metrics | {"steps": 1})
                 self.advance(len(batch.index))
                 if self.step == self.config.iterations or self.step % self.config.log_every == 0:
+                    steps = self.sums.pop("steps")
+                    means = {name: value / steps for name, value in self.sums.items()}
                     examples = int(total(torch.tensor(self.examples)))
-                    memory = gather(peak_memory(self.device))
-                    self.log(self.replicas.mean(metrics, agreed.weight), examples, memory)
+                    self.log(means, examples, gather(peak_memory(self.device)))
             if agreed.stop is not None:
                 raise Stopped(agreed.stop)
             if self.validation_due:
                 self.validate_and_save(validation)
 
-    def train_step(self, batch: Batch) -> tuple[Metrics, Agreement]:
-        """Differentiate the task's loss on `batch`, step the optimiser, and return the metrics of the step.
+    def train_step(self, batch: Batch) -> Agreement:
+        """Differentiate the task's loss on `batch`, step the optimiser, and return what all processes know of the step.
 
         Raises:
-            InputError: the loss is not finite. No weight has changed, and the weights are saved for inspection.
+            InputError: the loss is not finite. No weight has changed.
         """
         torch.manual_seed(step_seed(self.config.seed, self.step, rank()))
         self.set_learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.config.precision):
             loss, metrics = self.replicas.loss(batch)
-        agreed = self.replicas.backward(batch, loss)
+        agreed = self.replicas.backward(batch, loss, metrics)
         if not math.isfinite(agreed.loss):
-            self.refuse(batch.index.tolist(), agreed.loss)
+            self.raise_not_finite(batch.index.tolist(), agreed.loss)
         if self.config.clip_gradients is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.config.clip_gradients)
         self.optimizer.step()
         self.step += 1
         self.validation_due = self.step == self.config.iterations or self.step % self.config.validate_every == 0
-        return metrics, agreed
+        return agreed
 
     def set_learning_rate(self) -> None:
         """Set the learning rate of the next step."""
@@ -233,14 +227,16 @@ class Trainer:
         self._bar.update()
 
     def log(self, metrics: dict[str, float], examples: int, memory: Sequence[int] | None) -> None:
-        """Write a row with the metrics of the step and the speed since the last row.
+        """Write a row with the means of the metrics and the speed since the last row.
 
         Args:
+            metrics: the means of the metrics over the steps since the last row.
             examples: the number of examples in all processes since the last row.
             memory: the peak memory of each process, in bytes; None in processes that do not write.
         """
         speed = examples / (time.perf_counter() - self._clock)
         self._clock, self.examples = time.perf_counter(), 0
+        self.sums.clear()
         if self.records is None:
             return
         row = {
@@ -280,18 +276,12 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, batches: Iterable[Batch]) -> float:
-        """Return the share of examples that the task gets right, and write its notes on the networks."""
+        """Return the share of examples that the task gets right."""
         self._train_mode(False)
         what = f"validation with {self.config.val_batch_size} {self.task.examples} at a time"
-        with (
-            enough_memory(self.device, what, "val_batch_size"),
-            autocast(self.device, self.config.precision),
-            self.task.validating() as notes,
-        ):
+        with enough_memory(self.device, what, "val_batch_size"), autocast(self.device, self.config.precision):
             correct = [self.task.correct(batch) for batch in in_step(on_device(batches, self.device))]
         self._train_mode(True)
-        for note in notes if is_main() and self.step else ():
-            tqdm.write(f"{self.config.model} iteration {self.step}: {note}")
         counts = torch.tensor([sum(int(correct_B.sum()) for correct_B in correct), sum(map(len, correct))])
         right, questions = total(counts).tolist()
         return right / questions
@@ -314,11 +304,12 @@ class Trainer:
             "best_step": self.best_step,
             "validation_due": self.validation_due,
             "task": self.task.state,
+            "sums": dict(self.sums),
             "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
             "vocab": self.data.vocab.to_json(),
             "features": {} if features is None else dict(features.recipe),
-            "families": self.data.families,
-            **self._networks_and_optimizer(),
+            "networks": pack(self.task.networks),
+            "optimizer": self.optimizer.state_dict(),
         }
         save_checkpoint(self.out / name, content)
         if name == BEST:
@@ -336,68 +327,43 @@ class Trainer:
         accuracy = "" if self.best < 0 else f", validation accuracy {100 * self.best:.1f}%"
         return f"the best checkpoint is {self.out / BEST}, of iteration {self.best_step}{accuracy}"
 
-    def refuse(self, positions: Sequence[int], loss: float) -> NoReturn:
+    def raise_not_finite(self, positions: Sequence[int], loss: float) -> NoReturn:
         """End the run before a step whose loss is not finite, since the weights would not be finite after it.
-
-        The networks, the optimiser and the positions of the minibatch's questions are saved as plain data for
-        `torch.load`, not as a checkpoint, so that nothing resumes or starts from the file. Weights and optimiser are as
-        before the step, but the running statistics of batch norms include its minibatch already.
 
         Args:
             positions: those of this process's questions. In asynchronous training, no other process knows of the loss.
 
         Raises:
-            InputError: always.
+            InputError: always; names the questions of all processes, and the images whose features are not finite.
         """
-        iteration = self.step + 1
-        what = f"{self.out}: the loss is {loss} at iteration {iteration}"
+        what = f"{self.out}: the loss is {loss} at iteration {self.step + 1}"
         gathered = [positions] if self.config.asynchronous else gather(positions)
         if gathered is None:
             raise InputError(what)
-        positions = list(itertools.chain(*gathered))
-        questions = self.data.training.questions.orig_idxs[positions].tolist()
-        what += f", on {len(questions)} questions (question_index {_first(questions)})"
-        if not self.config.asynchronous or world_size() == 1:  # otherwise this process has only some of the weights
-            state = {"iteration": iteration, "loss": loss, "positions": positions, "question_index": questions}
-            path = self.out / f"not-finite-{iteration}.pt"
-            try:
-                save_checkpoint(path, {"format": NOT_FINITE, **state, **self._networks_and_optimizer()})
-                what += f"; the weights before it are in {path.name}"
-            except OSError as error:
-                what += f"; the state could not be saved: {error.strerror or error}"
-        raise InputError(f"{what}; {self._cause(positions)}")
-
-    def _cause(self, positions: Sequence[int]) -> str:
-        """Return why the loss on these questions is not finite, or what may help."""
-        split = self.data.training
-        if split.features is not None:
-            images = np.unique(split.questions.image_idxs[positions])
-            bad = images[~split.features.read(images).isfinite().flatten(1).all(1).numpy()].tolist()
-            if bad:
+        questions = self.data.training.questions.select(np.concatenate(gathered))
+        what += f", on {len(questions)} questions (question_index {_first(questions.orig_idxs)})"
+        features = self.data.training.features
+        if features is not None:
+            images = np.unique(questions.image_idxs)
+            bad = images[~features.read(images).isfinite().flatten(1).all(1).numpy()]
+            if len(bad):
                 which = f"image{'s' if len(bad) > 1 else ''} {_first(bad)}"
-                return f"{split.features.path}: the features of {which} are not finite"
-        weights = (weight for net in self.task.networks.values() for weight in net.parameters())
-        return HINT if all(bool(weight.isfinite().all()) for weight in weights) else "weights were not finite before it"
+                raise InputError(f"{what}; {features.path}: the features of {which} are not finite")
+        raise InputError(f"{what}; {HINT}")
 
     def _check_weights(self) -> None:
-        """Check the weights before they are saved, because gradients may be infinite where the loss is finite.
+        """Check parameters and running statistics before they are saved: gradients may be infinite where the loss is
+        finite.
 
         Raises:
             InputError: a weight is not finite.
         """
-        if not self._weights_are_finite():
+        held = (tensor for net in self.task.networks.values() for tensor in net.state_dict().values())
+        if not all(bool(tensor.isfinite().all()) for tensor in held):
             raise InputError(
                 f"{self.out}: weights are not finite after iteration {self.step}; nothing was saved since the last "
                 f"checkpoint; {HINT}"
             )
-
-    def _weights_are_finite(self) -> bool:
-        """Return whether all parameters and running statistics of norms are finite."""
-        held = (tensor for net in self.task.networks.values() for tensor in net.state_dict().values())
-        return all(bool(tensor.isfinite().all()) for tensor in held)
-
-    def _networks_and_optimizer(self) -> dict[str, Any]:
-        return {"networks": pack(self.task.networks), "optimizer": self.optimizer.state_dict()}
 
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():
@@ -408,5 +374,5 @@ class Trainer:
             tqdm.write(f"{self.config.model} {when}: validation accuracy {100 * score:.1f}%")
 
 
-def _first(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+def _first(numbers: np.ndarray) -> str:
+    return ", ".join(map(str, numbers[:SHOWN].tolist())) + (", ..." if len(numbers) > SHOWN else "")

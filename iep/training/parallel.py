@@ -26,8 +26,8 @@ class Agreement(NamedTuple):
 
     loss: float
     """The mean loss over the whole minibatch."""
-    weight: float
-    """The factor of this process's loss that makes the mean over the processes the loss of the whole minibatch."""
+    metrics: dict[str, float]
+    """The means of the metrics over the whole minibatch."""
     stop: signal.Signals | None
     """The signal that has asked one of the processes to stop, or None."""
 
@@ -49,29 +49,27 @@ class Replicas:
         synchronize_norms(task.networks)
         self.loss = DistributedDataParallel(_Loss(task, parameters), find_unused_parameters=True)
 
-    def backward(self, batch: Batch, loss: Tensor) -> Agreement:
+    def backward(self, batch: Batch, loss: Tensor, metrics: Metrics) -> Agreement:
         """Compute the gradients of the whole minibatch's loss, which are None for weights that no process has used.
 
         Args:
             batch: this process's part of the minibatch.
             loss: the mean loss of that part, which `loss` has returned.
+            metrics: the metrics of that part.
         """
-        # The loss is read after the backward pass is queued, because a GPU would otherwise wait for the host.
+        values, stop = torch.stack([loss.detach(), *metrics.values()]), None
+        # The values are read after the backward pass is queued, because a GPU would otherwise wait for the host.
         if world_size() == 1:
             loss.backward()
-            return Agreement(loss.item(), 1.0, None)
-        count = self._task.count(batch)
-        counts, *stops = total(torch.tensor([count, *_stops()], dtype=torch.float64)).tolist()
-        weight = count * world_size() / counts
-        (loss * weight).backward()
-        average_statistics(self._task.networks)
-        loss_sum = total(torch.tensor(loss.item() * count, dtype=torch.float64)).item()
-        return Agreement(loss_sum / counts, weight, _first(stops))
-
-    def mean(self, metrics: Metrics, weight: float) -> dict[str, float]:
-        """Return the metrics of the whole minibatch."""
-        values = torch.tensor([value.item() for value in metrics.values()], dtype=torch.float64)
-        return dict(zip(metrics, (total(values * weight) / world_size()).tolist(), strict=True))
+            values = values.tolist()
+        else:
+            count = self._task.count(batch)
+            counts, *stops = total(torch.tensor([count, *_stops()], dtype=torch.float64)).tolist()
+            stop = _first(stops)
+            (loss * (count * world_size() / counts)).backward()
+            average_statistics(self._task.networks)
+            values = (total(values.cpu().double() * count) / counts).tolist()
+        return Agreement(values[0], dict(zip(metrics, values[1:], strict=True)), stop)
 
 
 class _Loss(nn.Module):

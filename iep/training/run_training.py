@@ -3,14 +3,13 @@
 `train_from` does these three in order. A task itself checks the data and the checkpoints that it needs (`tasks.py`).
 """
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 from torch import nn
 from tqdm import tqdm
 
@@ -31,7 +30,7 @@ from iep.config import (
 from iep.data.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.data.loader import Loading
 from iep.data.ordering import Order, make_order
-from iep.data.question_families import family_filter, listed
+from iep.data.question_families import family_filter
 from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
@@ -61,29 +60,20 @@ from iep.models.checkpoint import Saved, checkpoints, load_newest
 from iep.models.weights import WEIGHTS
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
+from iep.program_generator.decode import greedy
+from iep.program_generator.encoder import trim
+from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import program_lengths
-from iep.runtime.distributed import (
-    attempt,
-    broadcast,
-    by_main,
-    is_main,
-    rank,
-    torchrun_identity,
-    world_size,
-)
+from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner, with_processes
 from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import RunData, Trainer
-from iep.training.tasks import TASKS, EngineTask, Task
+from iep.training.tasks import TASKS, Task
 from iep.vocab import Vocab
 
-TORCHRUN = ".torchrun"
-"""The file in a run directory that identifies the torchrun that started or resumed the run."""
-GIVEN = "given.yaml"
-"""The file in a run directory with the settings of the last `--config FILE`."""
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
 """Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
 
@@ -101,12 +91,6 @@ def load_start(out: Path) -> Saved | None:
         InputError: the checkpoint is damaged, or is not that of a run.
     """
     return by_main(lambda: load_newest(out))
-
-
-def was_restarted(out: Path) -> bool:
-    """Return whether torchrun has restarted the run in `out` after a process failed (`--max-restarts`)."""
-    mine, path = torchrun_identity(), out / TORCHRUN
-    return broadcast(mine is not None and path.is_file() and path.read_text() == mine)
 
 
 def config_of(start: Saved) -> Config:
@@ -139,85 +123,66 @@ def changes(start: Saved, config: Config) -> list[str]:
     return [f"{name} {now[name]} instead of {before[name]}" for name in changed]
 
 
-def train_from(
-    start: Saved | None,
-    config: Config,
-    out: Path,
-    asked: Collection[str] = (),
-    file_settings: Mapping[str, Any] | None = None,
-) -> Trainer | None:
+def train_from(start: Saved | None, config: Config, out: Path, given: Collection[str] = ()) -> Trainer | None:
     """Train as `config` says into the run directory `out`; return the trainer, or None if the run was complete.
 
     Args:
         start: the checkpoint of the same run to resume from, None for a new run.
         config: all settings, with absolute paths.
         out: the run directory.
-        asked: dotted names of the settings that the user gave, even as the defaults: networks to start from must have
+        given: dotted names of the settings that the user gave, even as the defaults: networks to start from must have
             them, and the model must use them.
-        file_settings: the settings in the `--config` file by dotted name, which the run directory stores; None without
-            a file.
 
     Raises:
         InputError: the config, the data or a checkpoint does not fit.
         Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
     config = with_processes(config)
-    data = _open(start, config, out, asked)
-    if data is None:
-        return None
-    trainer = _build(start, config, out, asked, data)
-    _fit(trainer, file_settings)
-    return trainer
-
-
-# Open
-
-
-def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]) -> RunData | None:
-    """Check the config, open the data and return it, or None if the run is complete."""
-    changed = [] if start is None else changes(start, config)  # before `check_used`, which would name other settings
-    check_used(config, asked)
-    if config.data is None:
-        kind = "in CLEVR's layout with images and scenes" if config.model == "backbone" else "written by iep-preprocess"
-        raise InputError(f"no data: give --data DIR, a directory {kind}")
-    task = TASKS[config.model]
-    check_freeze(config.model, config.freeze)
-    task.check_starts(config)
-    check_asynchronous(config)
-    if start is None and checkpoints(out):
-        raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
-    if start is None and (out / WEIGHTS).exists():
-        raise InputError(f"{out}: already holds networks ({WEIGHTS}), which a run would replace; choose another --out")
-    families = listed(config.families)
-    if start is not None and config.families == start.content["config"].get("families"):
-        before = start.content.get("families", families)  # earlier versions did not record them
-        if before != families:
-            raise InputError(
-                f"{start.path}: was trained on the question families {before}, but {config.families} lists {families}; "
-                "undo that to resume, or give --families another file"
-            )
+    changed = _check(start, config, out, given)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return None
     if changed and is_main():
         tqdm.write(f"{out}: resumes with {', '.join(changed)}")
-    check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
-    device = main_device(config.placement, config.devices, config.device)
-    vocab, *splits = _open_same_data(config)
-    for split in filter(None, splits):
-        task.check_questions(config, split.questions)
-    training, validation = (_in_memory(split, config) for split in splits)
-    return RunData(device, vocab, training, validation, families)
+    trainer = _build(start, config, out, given, _open(config))
+    _fit(trainer)
+    return trainer
 
 
-def _open_same_data(config: Config) -> tuple[Vocab, Split, Split | None]:
-    """Return what `_open_splits` returns, which must be the same in all processes; each may read its own copy.
+def _check(start: Saved | None, config: Config, out: Path, given: Collection[str]) -> list[str]:
+    """Check the settings and the run directory, and return the settings that differ from those of the checkpoint.
 
     Raises:
-        InputError: a file is missing or damaged, or is not that of the first process (names the file and the process).
+        InputError: a setting cannot be used, or the run directory holds another run.
     """
-    vocab, *splits = found = attempt(lambda: _open_splits(config))
+    changed = [] if start is None else changes(start, config)  # before `check_used`, which would name other settings
+    check_used(config, given)
+    if config.data is None:
+        kind = "in CLEVR's layout with images and scenes" if config.model == "backbone" else "written by iep-preprocess"
+        raise InputError(f"no data: give --data DIR, a directory {kind}")
+    check_freeze(config.model, config.freeze)
+    TASKS[config.model].check_starts(config)
+    check_asynchronous(config)
+    check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
+    if start is None and checkpoints(out):
+        raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
+    if start is None and (out / WEIGHTS).exists():
+        raise InputError(f"{out}: already holds networks ({WEIGHTS}), which a run would replace; choose another --out")
+    return changed
+
+
+def _open(config: Config) -> RunData:
+    """Open the data, which must be the same in all processes; each may read its own copy.
+
+    Raises:
+        InputError: a file is missing or damaged, lacks a dataset, or is not that of the first process (names the file
+            and the process).
+    """
+    device = main_device(config.placement, config.devices, config.device)
+    vocab, *splits = attempt(lambda: _open_splits(config))
     check_same_data(Path(config.data), vocab, splits)
-    return found
+    for split in filter(None, splits):
+        TASKS[config.model].check_questions(config, split.questions)
+    return RunData(device, vocab, *(_in_memory(split, config) for split in splits))
 
 
 def _open_splits(config: Config) -> tuple[Vocab, Split, Split | None]:
@@ -261,22 +226,15 @@ def _in_memory(split: Split | None, config: Config) -> Split | None:
 # Build
 
 
-def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str], data: RunData) -> Trainer:
+def _build(start: Saved | None, config: Config, out: Path, given: Collection[str], data: RunData) -> Trainer:
     """Build or load the networks, and make the trainer of the task on them."""
     torch.manual_seed(config.seed)
-    predictor = None
-    if config.model == "ee" and config.programs == "predicted":
-        predictor = load_network(config.pg, "generator", data.vocab, data.device)
     networks = {name: _network(name, start, config, data) for name in NETWORKS[config.model]}
-    config = _with_networks_settings(config, networks, asked, resumed=start is not None)
-    task = TASKS[config.model](config, networks, predictor)
+    config = _with_networks_settings(config, networks, given, resumed=start is not None)
+    task = TASKS[config.model](config, networks)
     freeze(task.networks, config.freeze)
-    if config.placement != NONE:
-        placed = _place(task, config, data.training)
-        if is_main():
-            tqdm.write(placed)
-    if "engine" in networks and not config.asynchronous:
-        _set_execution(networks["engine"], config, data)
+    if "engine" in networks:
+        _place_and_set_execution(networks["engine"], config, data)
     if (warning := check_norms(networks, config, data.device)) is not None:
         tqdm.write(warning)
     trainer = Trainer(task, config, data, out)
@@ -329,43 +287,44 @@ def _learn_words(config: Config, name: str, start: str, network: nn.Module, coun
         tqdm.write(f"{start}: {count} new question words")
 
 
-def _place(task: Task, config: Config, training: Split) -> str:
-    """Place the engine's parts, and return a description of their devices."""
-    questions, engine = training.questions, task.networks["engine"]
+def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunData) -> None:
+    """Place the engine's parts, and set its execution and, for CUDA graphs, the calls of a minibatch of this process.
+
+    Raises:
+        InputError: the placement or the execution is not possible for this engine.
+    """
+    questions = data.training.questions
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
-    costs = place_engine(engine, config.placement, config.devices, sample)
-    return describe_placement(config.placement, engine.placement, costs.work)
-
-
-def _set_execution(engine: ExecutionEngine, config: Config, data: RunData) -> None:
-    """Set the execution of the engine and, for CUDA graphs, the calls of a minibatch of this process."""
+    if config.placement != NONE:
+        costs = place_engine(engine, config.placement, config.devices, sample)
+        if is_main():
+            tqdm.write(describe_placement(config.placement, engine.placement, costs.work))
+    if config.asynchronous:
+        return
     set_execution(engine, config.execution, data.device, config.precision, config.defer_weight_grads, training=True)
     if engine.execution == "cuda_graph":
         if config.batching != DEFAULT_SCHEDULER:
             raise InputError(f"batching is {config.batching}, which execution cuda_graph does not use; leave it out")
-        questions = data.training.questions
-        sample = Sample(questions.programs, questions.image_idxs, questions.path)
         fit_template(engine, sample, -(-config.batch_size // world_size()), config.sharing)
 
 
 def _with_networks_settings(
-    config: Config, networks: Mapping[str, nn.Module], asked: Collection[str], resumed: bool
+    config: Config, networks: Mapping[str, nn.Module], given: Collection[str], resumed: bool
 ) -> Config:
     """Return `config` with the settings of its networks, which a checkpoint to start from determines.
 
     Raises:
-        InputError: a setting differs from the checkpoint's, and was given by name or is not the default.
+        InputError: a setting that was given differs from the checkpoint's.
     """
     sections = {}
     for name, network in networks.items():
-        given, start = getattr(config, name), None if resumed else _start_of(name, config)
-        held = {f.name: network.kwargs[f.name] for f in fields(given)}
-        sections[name] = update(
-            given, held, source=DESCRIPTIONS[name] if start is None else f"{start}: {DESCRIPTIONS[name]}"
-        )
+        section, start = getattr(config, name), None if resumed else _start_of(name, config)
+        held = {f.name: network.kwargs[f.name] for f in fields(section)}
+        what = DESCRIPTIONS[name] if start is None else f"{start}: {DESCRIPTIONS[name]}"
+        sections[name] = update(section, held, source=what)
         for key in held if start is not None else ():
-            wanted, default, has = (getattr(section, key) for section in (given, type(given)(), sections[name]))
-            if wanted != has and (wanted != default or f"{name}.{key}" in asked):
+            wanted, has = (getattr(each, key) for each in (section, sections[name]))
+            if wanted != has and f"{name}.{key}" in given:
                 raise InputError(f"{start}: was trained with {name}.{key} {has}, cannot start with {wanted}")
     return replace(config, **sections)
 
@@ -373,17 +332,13 @@ def _with_networks_settings(
 # Fit
 
 
-def _fit(trainer: Trainer, file_settings: Mapping[str, Any] | None) -> None:
+def _fit(trainer: Trainer) -> None:
     """Write the run directory's settings and train."""
     config, out = trainer.config, trainer.out
     batches, validation_batches = _batches(trainer)
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / CONFIG, to_yaml(config).encode())
-        if file_settings is not None:
-            write_bytes(out / GIVEN, yaml.safe_dump(dict(file_settings), sort_keys=False).encode())
-        if (torchrun := torchrun_identity()) is not None:
-            write_bytes(out / TORCHRUN, torchrun.encode())
         if config.placement != NONE:
             write_bytes(out / PLACEMENT_FILE, trainer.task.networks["engine"].placement.to_yaml().encode())
         tqdm.write(_describe(trainer))
@@ -391,21 +346,36 @@ def _fit(trainer: Trainer, file_settings: Mapping[str, Any] | None) -> None:
 
 
 def _describe(trainer: Trainer) -> str:
-    """Return three lines on the run: model, device and parameters; data; steps."""
-    config = trainer.config
-    held = sum(p.numel() for net in trainer.task.networks.values() for p in net.parameters())
-    trained = sum(p.numel() for p in trainer.parameters)
-    frozen = "" if trained == held else f", {trained:,} of them trained"
+    """Return four lines on the run: model, processes and parameters; memory; data; steps."""
+    config, data = trainer.config, trainer.data
+    held = [p for net in trainer.task.networks.values() for p in net.parameters()]
+    count, trained = (sum(p.numel() for p in parameters) for parameters in (held, trainer.parameters))
     execution = getattr(trainer.task.networks.get("engine"), "execution", DEFAULT_EXECUTION)
-    how = "" if execution == DEFAULT_EXECUTION else f", execution {execution}"
+    threads = torch.get_num_threads()
+    model = (
+        f"{config.model} on {trainer.device}",
+        *([f"execution {execution}"] if execution != DEFAULT_EXECUTION else []),
+        *([f"asynchronous with {len(config.devices)} workers"] if config.asynchronous else []),
+        *([f"{world_size()} processes"] if world_size() > 1 else []),
+        f"{threads} thread{'s' if threads > 1 else ''}" + (" each" if world_size() > 1 else ""),
+        f"{count:,} parameters",
+        *([f"{trained:,} of them trained"] if trained != count else []),
+    )
+    # The gradient and the two averages of AdamW are as large as the trained parameters.
+    networks = sum(p.nbytes for p in held) + 3 * sum(p.nbytes for p in trainer.parameters)
+    memory = f"{networks / 1e9:.2f} GB for parameters, gradients and optimiser state"
     unit = "images" if config.model == "backbone" else "questions"
-    splits = []
-    for name, split in ((config.train_split, trainer.data.training), (config.val_split, trainer.data.validation)):
+    splits, features = [], 0
+    for name, split in ((config.train_split, data.training), (config.val_split, data.validation)):
         if split is not None:
             images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
             splits.append(images if unit == "images" else f"{len(split.questions):,} questions about {images}")
+            features += 0 if split.features is None else len(split.features) * split.features.row_bytes
+    if config.features_in_memory:
+        memory += f", {features / 1e9:.2f} GB for features"
     return (
-        f"{trainer.out}: {config.model} on {trainer.device}, {held:,} parameters{frozen}{how}\n"
+        f"{trainer.out}: {', '.join(model)}\n"
+        f"memory: {memory}; minibatches and activations need more\n"
         f"{config.data}: {' and '.join(splits)}\n"
         f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {unit} each"
     )
@@ -414,17 +384,10 @@ def _describe(trainer: Trainer) -> str:
 def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     """Return the training batches from the trainer's step on, and the validation batches or None."""
     config, training, validation = trainer.config, trainer.data.training, trainer.data.validation
-    plan_training, plan_validation = None, None
-    if isinstance(trainer.task, EngineTask) and trainer.task.predictor is None:
-        planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
-        plan_training = planner(training=True, attentions=config.attention_penalty > 0)
-        if config.asynchronous:
-            plan_training = instance_planner(trainer.task.engine, config)
-        plan_validation = planner(training=False)
-    programs = training.questions.programs
     # A batch of the loader is a minibatch or, in asynchronous training, an instance.
     size = config.instance_size if config.asynchronous else config.batch_size
     batches_each = config.batch_size // size
+    programs = training.questions.programs  # a curriculum is of the true programs
     order = make_order(
         program_lengths(programs, trainer.data.vocab.program) if config.curriculum and programs is not None else None,
         training.questions.image_idxs,
@@ -435,6 +398,17 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     )
     order.stages = [(batches_each * first, pool) for first, pool in order.stages]
     _check_enough(order, trainer.task)
+    plan_training, plan_validation = None, None
+    if config.model == "ee":
+        planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
+        plan_training = planner(training=True, attentions=config.attention_penalty > 0)
+        if config.asynchronous:
+            plan_training = instance_planner(trainer.task.engine, config)
+        plan_validation = planner(training=False)
+    if config.programs == "predicted":
+        generator = load_network(config.pg, "generator", trainer.data.vocab, trainer.device)
+        training = _with_predicted_programs(training, generator, config)
+        validation = validation and _with_predicted_programs(validation, generator, config)
     loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
     steps = range(batches_each * trainer.step, batches_each * config.iterations)
     draws = config.max_program_length if config.model == "joint" else 0
@@ -446,6 +420,21 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
         return batches, None
     dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
     return batches, sequential_batches(dataset, config.val_batch_size, loading, **ranks)
+
+
+def _with_predicted_programs(split: Split, generator: Seq2Seq, config: Config) -> Split:
+    """Return the split with the programs that the generator predicts; each process predicts a part of them."""
+    questions, size = torch.from_numpy(split.questions.questions), config.val_batch_size
+    device = next(generator.parameters()).device
+    # Rows of other processes are 0, the index of <NULL>, so that the sum over the processes has all programs.
+    programs = torch.zeros(len(questions), config.max_program_length, dtype=torch.long)
+    firsts = range(size * rank(), len(questions), size * world_size())
+    hidden = not (is_main() and sys.stderr.isatty())
+    for first in tqdm(firsts, desc=f"predicting the programs of {split.questions.path.stem}", disable=hidden):
+        rows = slice(first, first + size)
+        found_BL = greedy(generator, trim(questions[rows]).to(device), config.max_program_length)
+        programs[rows, : found_BL.shape[1]] = found_BL.cpu()
+    return replace(split, questions=replace(split.questions, programs=total(programs).numpy()))
 
 
 def _check_enough(order: Order, task: Task) -> None:

@@ -6,9 +6,6 @@ the loss of a minibatch, and finds the examples that are answered correctly. `TA
 Shapes: B examples, T question tokens, L program tokens, A answers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,14 +18,11 @@ from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.metrics import exact_match
 from iep.program_generator.decode import greedy, sample
-from iep.program_generator.seq2seq import Seq2Seq
 from iep.runtime.distributed import total
 from iep.training.freezing import is_trained
 from iep.vocab import NULL
 
 Metrics = dict[str, Tensor]
-DEAD = 0.5
-"""The attention that a module which has learned its function exceeds somewhere."""
 
 
 class Task:
@@ -44,15 +38,14 @@ class Task:
 
     examples = "questions"
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
-        """Take the networks, and the program generator that predicts programs without being trained, if any.
+    def __init__(self, config: Config, networks: dict[str, nn.Module]):
+        """Take the networks.
 
         Raises:
             InputError: the networks cannot be trained with these settings.
         """
         self.config = config
         self.networks = networks
-        self.predictor = predictor
         self.state: dict[str, float] = {}
 
     @classmethod
@@ -93,11 +86,6 @@ class Task:
         """Return the loss, which is a scalar to differentiate, and the metrics of the step, which are means as well."""
         return _answer_loss(self.logits(batch), batch.answers)
 
-    @contextmanager
-    def validating(self) -> Iterator[list[str]]:
-        """Watch a validation, the block; the list that it yields has notes on the networks after it."""
-        yield []
-
     def correct(self, batch: Batch) -> Tensor:
         """Return (B,) booleans: the likeliest answer is the true one."""
         return self.logits(batch).argmax(1) == batch.answers
@@ -128,11 +116,11 @@ class GeneratorTask(Task):
 class EngineTask(Task):
     """Training of the execution engine by cross entropy on answers (Johnson et al. 2017, section 3.4).
 
-    The programs are the true ones, or those that a fixed generator predicts.
+    The programs are the true ones, or those that a fixed generator has predicted.
     """
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
-        super().__init__(config, networks, predictor)
+    def __init__(self, config: Config, networks: dict[str, nn.Module]):
+        super().__init__(config, networks)
         self.engine = networks["engine"]
         if config.attention_penalty and not self.engine.makes_attentions:
             modules = self.engine.kwargs["modules"]
@@ -153,30 +141,13 @@ class EngineTask(Task):
     def logits(self, batch: Batch) -> Tensor:
         return self._forward(batch)[0]
 
-    @contextmanager
-    def validating(self) -> Iterator[list[str]]:
-        with self.engine.greatest_attentions() as greatest:
-            yield (notes := [])
-        dead = [token for token, attention in greatest.items() if attention <= DEAD]
-        if dead:
-            notes.append(f"the attention of {', '.join(dead)} never exceeds {DEAD}")
-
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the mean cross entropy of an answer plus the attention penalty, and the metrics of the step."""
         return self.engine_loss(*self._forward(batch), batch.answers)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        if self.predictor is None:
-            return self.engine.forward_with_attentions(batch.features, batch.plan, self.config.defer_weight_grads)
-        return self.forward_programs(batch, greedy(self.predictor, batch.questions, self.config.max_program_length))
-
-    def forward_programs(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, A) answer logits of programs that the batch has no plan for, and the sum of their attention maps
-        if these are penalised and the engine is trained."""
-        config = self.config
-        attentions = self.engine.training and config.attention_penalty > 0
-        plan = self.engine.plan(programs_BL, batch.image_rows, config.batching, config.sharing, attentions)
-        return self.engine.forward_with_attentions(batch.features, plan, config.defer_weight_grads)
+        """Return (B, A) answer logits, and the sum of the attention maps if these are penalised."""
+        return self.engine.forward_with_attentions(batch.features, batch.plan, self.config.defer_weight_grads)
 
     def engine_loss(self, logits_BA: Tensor, attention: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
         """Return the mean cross entropy of an answer plus the attention penalty, and the metrics of the step.
@@ -202,9 +173,9 @@ class JointTask(EngineTask):
     is left out.
     """
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
+    def __init__(self, config: Config, networks: dict[str, nn.Module]):
         super().__init__(config, networks)
-        self.predictor = self.generator = networks["generator"]
+        self.generator = networks["generator"]
         self.state = {"reward_baseline": 0.0}
 
     @classmethod
@@ -223,7 +194,7 @@ class JointTask(EngineTask):
         programs_BL, log_probs_B = sample(
             self.generator, batch.questions, config.max_program_length, config.temperature, batch.draws
         )
-        logits_BA, attention = self.forward_programs(batch, programs_BL)
+        logits_BA, attention = self._forward_programs(batch, programs_BL)
         engine_loss, metrics = self.engine_loss(logits_BA, attention, batch.answers)
         rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
         right, questions = total(torch.tensor([rewards_B.sum().item(), len(rewards_B)], dtype=torch.float64)).tolist()
@@ -231,13 +202,22 @@ class JointTask(EngineTask):
         generator_loss = -((rewards_B - baseline) * log_probs_B).mean()
         metrics |= {
             "reward": rewards_B.mean(),
-            "reward_baseline": torch.tensor(baseline),
+            "reward_baseline": rewards_B.new_full((), baseline),
             "generator_loss": generator_loss.detach(),
         }
         decay = config.reward_decay
         self.state["reward_baseline"] = decay * baseline + (1 - decay) * right / questions
         losses = {"generator": generator_loss, "engine": engine_loss}
         return sum(loss for name, loss in losses.items() if is_trained(self.networks[name])), metrics
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self._forward_programs(batch, greedy(self.generator, batch.questions, self.config.max_program_length))
+
+    def _forward_programs(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        attentions = self.engine.training and config.attention_penalty > 0
+        plan = self.engine.plan(programs_BL, batch.image_rows, config.batching, config.sharing, attentions)
+        return self.engine.forward_with_attentions(batch.features, plan, config.defer_weight_grads)
 
 
 class BackboneTask(Task):
