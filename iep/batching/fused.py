@@ -230,6 +230,7 @@ class _Chain(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_state: Tensor | None, *of_tokens: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the state and the tokens, and keep the gradients of all steps for the weights."""
         buffers, call, of_token = ctx.buffers, ctx.call, token_of_pass(of_tokens[0])
         buffers.gradients, number = {0: of_state}, of_token.item()
         of_result = buffers.gradient(call.results[0])

@@ -143,11 +143,11 @@ class ExecutionEngine(nn.Module):
 
     @property
     def ops(self) -> dict[int, str]:
-        """The part that each op of a plan with `ends` runs."""
+        """The part that each op of a `whole` plan runs."""
         return self._runs | {len(self.program_tokens): STEM, len(self.program_tokens) + 1: CLASSIFIER}
 
     def inputs_of(self, features_NCHW: torch.Tensor, plan: ProgramPlan, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """Return the inputs of a plan with `ends` for the features of its images; `dtype` is that of attentions."""
+        """Return the inputs of a `whole` plan for the features of its images; `dtype` is that of attentions."""
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
         map_1CHW = features_NCHW.new_zeros(1, 1, *self.grid, dtype=dtype)
@@ -160,7 +160,7 @@ class ExecutionEngine(nn.Module):
         sharing: bool | None = None,
         training: bool = False,
         attentions: bool = False,
-        ends: bool = False,
+        whole: bool = False,
         execution: str | None = None,
     ) -> Planner:
         """Return `plan_programs` for this engine and its placement, without weights, so that workers can receive it.
@@ -170,7 +170,7 @@ class ExecutionEngine(nn.Module):
                 and in training if no batch norm or dropout makes a result depend on how often it is computed.
             training: the plans are for training.
             attentions: as in `plan_programs`.
-            ends: as in `plan_programs`; `ops` has the modules of such a plan, and `inputs_of` its inputs.
+            whole: as in `plan_programs`; `ops` has the modules of such a plan, and `inputs_of` its inputs.
             execution: one of `choices.EXECUTIONS`; None for the engine's own. A CUDA graph is for training, and other
                 plans are for `triton` instead.
 
@@ -200,8 +200,8 @@ class ExecutionEngine(nn.Module):
             "placement": self.placement,
             "attentions": attentions,
             # Functions on several devices or workers have calls of their own.
-            "op_groups": None if self.placement or ends else self.op_groups(execution != DEFAULT_EXECUTION),
-            "ends": ends,
+            "op_groups": None if self.placement or whole else self.op_groups(execution != DEFAULT_EXECUTION),
+            "whole": whole,
             "execution": execution,
             "template": template,
         }
@@ -308,7 +308,9 @@ def make_engine(
     stem_bias: bool = False,
     classifier_pool_rest: bool = True,
 ) -> ExecutionEngine:
-    """Return an engine with new weights, given the settings of its parts. `iep.config.EngineConfig` has the defaults.
+    """Return an engine with new weights.
+
+    `iep.config.EngineConfig` describes the settings from `modules` to `classifier_dropout` and has their defaults.
 
     Args:
         program_tokens: the program vocabulary, special tokens first.
@@ -316,25 +318,6 @@ def make_engine(
         feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
         feature_height: H of the features.
         feature_width: W of the features.
-        modules: the name of a set of modules in `choices.MODULES`, or its `MODULE:CLASS`.
-        module_dim: the number of channels of every module's maps.
-        module_residual: blocks add their input to their output. Only for the set `iep`.
-        module_norm: the batch norm after every convolution of a block: 'none', 'batch' over all rows of a call, or
-            'example' over each row by itself, as if examples ran one at a time. Only for the set `iep`.
-        scene: `scene` is a 'module' on the stem's output, or the 'stem' output itself. Only for the set `iep`.
-        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none' for features that already have
-            `module_dim` channels.
-        stem_widths: the channels of the stem's convolutions before the last, which has `module_dim`.
-        stem_stride: the factor by which the modules' grid is smaller than the features' grid along each side.
-        stem_pixels: for a stem of pixels, the side of the small patches that its first convolution reads.
-        stem_norm: batch norm after every convolution of the stem.
-        initialization: 'kaiming' for normal weights (Johnson et al. 2017), or 'torch' for PyTorch's defaults, which are
-            smaller, so that activations do not grow along a deep tree of modules at the start.
-        classifier_projection: the channels of the classifier's 1x1 convolution; 0 for none.
-        classifier_pool: the side of the classifier's max-pool window; 1 for none.
-        classifier_hidden: the widths of the classifier's linear layers before the last.
-        classifier_norm: batch norm after each layer of the classifier but the last.
-        classifier_dropout: the probability of dropping a unit after each linear layer but the last, in training.
         module_settings: further arguments of the class of a set of modules of another package.
         stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
             checkpoints of the original toolkit.

@@ -100,7 +100,7 @@ class InstancePlanner:
             self.replicas[part] = int(number)
         attentions = config.attention_penalty > 0
         self.plan: Planner = engine.planner(
-            config.batching, config.sharing, training=True, attentions=attentions, ends=True
+            config.batching, config.sharing, training=True, attentions=attentions, whole=True
         )
         self.count = 0
 
