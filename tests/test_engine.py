@@ -122,7 +122,7 @@ def test_a_plan_with_stem_and_classifier_matches_the_reference_on_logits_and_all
     (expected_BA * scale_BA).sum().backward()
     placed = placed_copy(engine, ("cpu",) * workers, seed)
     for scheduler in SCHEDULERS:
-        plan = placed.planner(scheduler, sharing, ends=True)(programs_BL, image_rows_B=rows_B)
+        plan = placed.planner(scheduler, sharing, whole=True)(programs_BL, image_rows_B=rows_B)
         inputs = placed.inputs_of(features_NCHW, plan, torch.float64)
         modules = {op: getattr(placed, part) for op, part in placed.ops.items()}
         (logits_BA,) = execute(plan.plan, modules, inputs)
