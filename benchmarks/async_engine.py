@@ -102,7 +102,7 @@ class EngineNetwork(nn.Module):
 
     def _program_plan(self, samples: Sequence[Question], placement: Placement | None) -> ProgramPlan:
         batch = batch_of(samples)
-        planner = self.engine.planner(self.config.batching, self.config.sharing, training=True, ends=True)
+        planner = self.engine.planner(self.config.batching, self.config.sharing, training=True, whole=True)
         return planner(batch.programs, image_rows_B=batch.image_rows, placement=placement)
 
 

@@ -135,7 +135,8 @@ class EngineConfig:
     stem_norm: bool = False
     """Batch norm after every convolution of the stem."""
     initialization: str = setting("kaiming", choices=choices.INITIALIZATIONS)
-    """The initial weights: `kaiming` (He et al. 2015), or PyTorch's defaults, `torch`."""
+    """The initial weights: `kaiming` (He et al. 2015), or PyTorch's defaults, `torch`, which are smaller, so that
+    activations do not grow along a deep tree of modules at the start."""
     classifier_projection: int = setting(512, minimum=0)
     """The number of channels of the classifier's 1x1 convolution; 0 omits it."""
     classifier_pool: int = setting(2, minimum=1)

@@ -261,7 +261,7 @@ GRAPH = images_graph([[UNARY_A, UNARY_A, LEAF]] * 2)
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([[0, 1, 2, 3]], "before its arguments"),
+        ([[0, 1, 2, 3]], "reads a tensor that does not exist or that a later call computes"),
         ([[0], [1], [2]], "a schedule of 3 nodes for a graph of 4, expected each once"),
         ([[0], [1], [2], [2]], "expected each once"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from batching_cases import LEAF, UNARY_A, matrix, quick, toy_programs, tree_graph
 from hypothesis import example, given, settings
 
-from iep.batching import paths, sharing, supersequence
+from iep.batching import sharing, supersequence
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.schedulers import SCHEDULERS, Schedule, lower_bound, make_schedule
 from iep.batching.sharing import share
@@ -285,14 +285,11 @@ def test_lookahead_over_op_groups_needs_about_one_call_for_each_level():
     assert int(graph.height.max()) + 1 <= calls <= 23
 
 
-@pytest.mark.parametrize("most_paths", [1, 3, 50, paths.MOST_PATHS])
-def test_a_graph_of_too_many_paths_still_has_a_valid_schedule(most_paths, monkeypatch):
-    monkeypatch.setattr(paths, "MOST_PATHS", most_paths)
-    exponential = ladder(rungs=40, width=4, num_ops=20)
-    for graph in (ladder(6, 5, 4), random_dag(0), clevr_graph(64, seed=0), exponential):
-        assert_valid(graph, make_schedule(graph, "lookahead"))
-    if most_paths > 50:
-        assert len(make_schedule(exponential, "lookahead")) <= len(make_schedule(exponential, "improved"))
+def test_a_graph_of_too_many_paths_has_a_schedule_as_good_as_that_of_other_schedulers():
+    graph = ladder(rungs=40, width=4, num_ops=20)
+    schedule = make_schedule(graph, "lookahead")
+    assert_valid(graph, schedule)
+    assert lower_bound(graph) <= len(schedule) <= min(len(make_schedule(graph, name)) for name in SCHEDULERS)
 
 
 # Sharing

@@ -120,7 +120,7 @@ def test_a_plan_with_stem_and_classifier_matches_the_reference_on_logits_and_all
     (expected_BA * scale_BA).sum().backward()
     placed = placed_copy(engine, ("cpu",) * workers, seed)
     for scheduler in SCHEDULERS:
-        plan = placed.planner(scheduler, sharing, ends=True)(programs_BL, image_rows_B=rows_B)
+        plan = placed.planner(scheduler, sharing, whole=True)(programs_BL, image_rows_B=rows_B)
         inputs = placed.inputs_of(features_NCHW, plan, torch.float64)
         modules = {op: getattr(placed, part) for op, part in placed.ops.items()}
         (logits_BA,) = execute(plan.plan, modules, inputs)
@@ -303,20 +303,15 @@ PIXELS = {"stem": "pixels", "feature_dim": 192}
     ("kwargs", "message"),
     [
         ({"modules": "film"}, "modules is 'film', expected one of iep, tbd, pooled, vector"),
-        (PIXELS | {"feature_dim": 1024}, "1024 channels, expected 3 . P . P"),
         (PIXELS, "make 2 convolutions, expected at least 3 to halve patches of 8"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
         ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
         ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one position, and the grid is 1x1"),
         ({"classifier_pool": 4, "classifier_pool_rest": False}, "a pooling window of 4 leaves nothing"),
-        ({"modules": "tbd", "module_norm": "batch"}, "settings of the modules iep"),
         ({"modules": "vector", "scene": "stem"}, "a setting of the modules iep; that of vector is .module."),
         ({"modules": "tbd", "program_tokens": [*TOKENS, "locate[cube]"]}, "'locate.cube.' has no module among tbd's"),
         ({"program_tokens": index_tokens(["count"])}, "has no 'scene'"),
-        *(
-            ({"program_tokens": [*TOKENS, token]}, f"program token '{token}' cannot name a module")
-            for token in ("forward", "a.b")
-        ),
+        ({"program_tokens": [*TOKENS, "forward"]}, "program token 'forward' cannot name a module"),
     ],
 )
 def test_settings_and_vocabularies_that_cannot_be_built_are_refused(kwargs, message):
@@ -331,23 +326,19 @@ def test_image_rows_that_are_not_one_row_for_each_program_are_refused(rows):
 
 
 ROWS_B = np.array([0, 2, 1, 1])
-OTHER_ENGINE, OTHER_DEVICES = "another vocabulary, other modules or another scene", "that is placed on other devices"
 
 
 @pytest.mark.parametrize(
-    ("plan", "devices", "images", "message"),
+    ("plan", "images", "message"),
     [
-        (lambda engine: engine.plan(PROGRAMS_BL, ROWS_B, sharing=False), (), 2, "features of 2 images for a plan of 3"),
-        (lambda engine: engine.plan(PROGRAMS_BL[:0]), (), 0, "an empty minibatch"),
-        (lambda engine: small_engine(scene="stem").plan(PROGRAMS_BL), (), 4, OTHER_ENGINE),
-        (lambda engine: small_engine(program_tokens=[*TOKENS, "more"]).plan(PROGRAMS_BL), (), 4, OTHER_ENGINE),
-        (lambda engine: small_engine().plan(PROGRAMS_BL), ("cpu", "cpu"), 4, OTHER_DEVICES),
-        (lambda engine: placed_copy(engine, ("cpu", "cpu")).plan(PROGRAMS_BL), (), 4, OTHER_DEVICES),
+        (lambda engine: engine.plan(PROGRAMS_BL, ROWS_B, sharing=False), 2, "features of 2 images for a plan of 3"),
+        (lambda engine: engine.plan(PROGRAMS_BL[:0]), 0, "an empty minibatch"),
+        (lambda engine: small_engine(scene="stem").plan(PROGRAMS_BL), 4, "another vocabulary, other modules"),
+        (lambda engine: placed_copy(engine, ("cpu", "cpu")).plan(PROGRAMS_BL), 4, "that is placed on other devices"),
     ],
 )
-def test_features_and_plans_that_do_not_fit_an_engine_are_errors(plan, devices, images, message):
+def test_features_and_plans_that_do_not_fit_an_engine_are_errors(plan, images, message):
     engine = small_engine()
-    engine = placed_copy(engine, devices) if devices else engine
     with pytest.raises(ValueError, match=message):
         engine(features(images), plan(engine))
 

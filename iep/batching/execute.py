@@ -284,6 +284,11 @@ class _Exchange(Function):
     def forward(
         ctx: Any, buffers: Buffers, results: Sequence[Result], reads: Sequence[Argument], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return the states after the results are written, then the arguments.
+
+        Args:
+            tensors: the states before, then the values of the results.
+        """
         num_states = len(buffers.kinds)
         states, values = [each.detach() for each in tensors[:num_states]], tensors[num_states:]
         ctx.set_materialize_grads(False)

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching import triton_conv
-from iep.batching.deferred import new_token, token_of_pass
+from iep.batching.deferred import Chains, first_token, token_of_pass
 from iep.batching.layers import Conv2d, autocast_dtype, computed_by
 from iep.batching.op_groups import together_of
 from iep.batching.plan import Call, Functions, OpGroup, Plan
@@ -61,7 +61,7 @@ class _Pairs(NamedTuple):
 
 
 class Bank:
-    """One convolution of every function of an op group, for one step.
+    """One convolution of every function of an op group, for one step: a layer as `deferred.Chains` runs it.
 
     Args:
         convs: the convolutions.
@@ -69,64 +69,70 @@ class Bank:
     """
 
     def __init__(self, convs: Sequence[nn.Conv2d], dtype: torch.dtype):
-        self.dtype, self.size, self.dilation = dtype, convs[0].kernel_size[0], convs[0].dilation[0]
-        self.kept: dict[float, _Pairs | list[tuple[Tensor, Tensor, Functions]]] = {}
-        """By the number of the backward pass, the pairs of all calls, or input, output gradient and functions of each
-        call."""
-        self._parameters = (*(conv.weight for conv in convs), *(conv.bias for conv in convs))
-        self.is_trained = any(each.requires_grad for each in self._parameters)
-
-    def stack(self) -> Tensor:
-        """Stack the weights and biases, and return the token that the first call reads.
-
-        The token's graph refers to the bank, which keeps the weights without it: a cycle of references would keep a
-        step's memory.
-        """
-        *stacked, token = _Stacked.apply(self, *self._parameters)
-        self.weight_FTIO, self.bias_FO = (each.detach() for each in stacked)
-        return token
+        self.size, self.dilation = convs[0].kernel_size[0], convs[0].dilation[0]
+        self.kept: dict[float, _Pairs | list[tuple[Tensor, Tensor, Functions, Tensor]]] = {}
+        """By the number of the backward pass, the pairs of all calls, or what is kept of each call."""
+        self.parameters = (*(conv.weight for conv in convs), *(conv.bias for conv in convs))
+        self.is_trained = any(each.requires_grad for each in self.parameters)
+        with torch.no_grad():
+            weight_FOIhw, bias_FO = (
+                torch.stack(each).to(dtype) for each in (self.parameters[: len(convs)], self.parameters[len(convs) :])
+            )
+            self.weight_FTIO, self.bias_FO = weight_FOIhw.permute(0, 3, 4, 2, 1).flatten(1, 2).contiguous(), bias_FO
 
     @cached_property
     def flipped(self) -> Tensor:
         """The weights of the convolution that computes the input's gradient, whose taps are reversed, (F, T, O, I)."""
         return self.weight_FTIO.flip(1).transpose(2, 3).contiguous()
 
+    def compute(self, x_GIHW: Tensor, functions: Functions, numbers_G: Tensor) -> Tensor:
+        """Convolve each row with the weights of its function, (G, O, H, W).
 
-def _joined(calls: Sequence[tuple[Tensor, Tensor, Functions]]) -> _Pairs:
+        Args:
+            numbers_G: the numbers from 0 to G - 1.
+        """
+        # Not a view, so that modules may modify the result in place.
+        return self._convolved(x_GIHW, self.weight_FTIO, self.bias_FO, functions, numbers_G).data
+
+    def of_input(self, gradient_GOHW: Tensor, _: Tensor, functions: Functions, numbers_G: Tensor) -> Tensor:
+        """Return the gradient of the input of a call, (G, I, H, W)."""
+        return self._convolved(gradient_GOHW, self.flipped, None, functions, numbers_G)
+
+    def of_parameters(self, kept: _Pairs | list[tuple[Tensor, Tensor, Functions, Tensor]]) -> Sequence[Tensor]:
+        """Return the gradients of the weights of all functions, then those of the biases."""
+        pairs = kept if isinstance(kept, _Pairs) else _joined(kept)
+        found = [triton_conv.weight_gradient(x, *pairs[1:], self.size**2, self.dilation) for x in pairs.x]
+        of_weight_FTIO, of_bias_FO = torch.cat([of_weight for of_weight, _ in found], dim=2), found[0][1]
+        like, count = self.parameters[0], len(of_weight_FTIO)
+        # One copy in the memory order of the parameters, so that autograd need not copy the gradient of each of them.
+        of_weight_FOIhw = like.new_empty_strided((count, *like.shape), (like.numel(), *like.stride()))
+        of_weight_FOIhw.copy_(of_weight_FTIO.unflatten(1, (self.size, self.size)).permute(0, 4, 3, 1, 2))
+        return *of_weight_FOIhw, *of_bias_FO.to(like.dtype)
+
+    def _convolved(
+        self, x_GIHW: Tensor, weight_FTIO: Tensor, bias_FO: Tensor | None, functions: Functions, numbers_G: Tensor
+    ) -> Tensor:
+        x_GHWI = _channels_last(x_GIHW)
+        out_GHWO = _empty(x_GHWI, len(x_GHWI), weight_FTIO)
+        triton_conv.conv((Maps(x_GHWI, numbers_G),), weight_FTIO, bias_FO, functions.ends, out_GHWO, self.dilation)
+        return out_GHWO.permute(0, 3, 1, 2)
+
+
+def _joined(calls: Sequence[tuple[Tensor, Tensor, Functions, Tensor]]) -> _Pairs:
     """Return the pairs of several calls, given input, output gradient and functions of each."""
-    x, gradient, functions = zip(*calls, strict=True)
+    x, gradient, functions, _ = zip(*calls, strict=True)
     order_N = torch.cat([each.index for each in functions]).argsort(stable=True)
     x, gradient = (Maps(_channels_last(torch.cat(each)), order_N) for each in (x, gradient))
     return _Pairs((x,), gradient, torch.stack([each.ends for each in functions]).sum(0, dtype=torch.int32))
 
 
-class _Stacked(Function):
-    """Return the weights, (F, T, I, O), and biases, (F, O), of a bank, and a token.
+def _channels_last(x_GCHW: Tensor) -> Tensor:
+    return x_GCHW.permute(0, 2, 3, 1).contiguous()
 
-    The backward pass runs after that of all calls and returns the parameters' gradients.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, bank: Bank, *parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.bank, ctx.like, count = bank, parameters[0], len(parameters) // 2
-        ctx.set_materialize_grads(False)
-        weight_FTIO = torch.stack(parameters[:count]).to(bank.dtype).permute(0, 3, 4, 2, 1).flatten(1, 2)
-        return weight_FTIO.contiguous(), torch.stack(parameters[count:]).to(bank.dtype), new_token()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: None, __: None, of_token: Tensor) -> tuple[Tensor | None, ...]:
-        bank, kept = ctx.bank, ctx.bank.kept.pop(of_token.item(), None)
-        if kept is None:
-            return (None,) * len(ctx.needs_input_grad)
-        pairs = kept if isinstance(kept, _Pairs) else _joined(kept)
-        found = [triton_conv.weight_gradient(x, *pairs[1:], bank.size**2, bank.dilation) for x in pairs.x]
-        of_weight_FTIO, of_bias_FO = torch.cat([of_weight for of_weight, _ in found], dim=2), found[0][1]
-        like, count = ctx.like, len(of_weight_FTIO)
-        # One copy in the memory order of the parameters, so that autograd need not copy the gradient of each of them.
-        of_weight_FOIhw = like.new_empty_strided((count, *like.shape), (like.numel(), *like.stride()))
-        of_weight_FOIhw.copy_(of_weight_FTIO.unflatten(1, (bank.size, bank.size)).permute(0, 4, 3, 1, 2))
-        return None, *of_weight_FOIhw, *of_bias_FO.to(like.dtype)
+def _empty(values_MHWC: Tensor, size: int, weight_FTIO: Tensor) -> Tensor:
+    """Return memory for results on the grid of `values_MHWC`, (size, H, W, O)."""
+    return values_MHWC.new_empty(size, *values_MHWC.shape[1:3], weight_FTIO.shape[3])
 
 
 class ConvModule:
@@ -138,11 +144,9 @@ class ConvModule:
     """
 
     def __init__(self, op_group: OpGroup, members: Sequence[nn.Module]):
-        self._module = members[0]
+        self._module, self._chains = members[0], Chains()
         alike = zip(*(each.modules() for each in members), strict=True)
         self._convs = {convs[0].weight: convs for convs in alike if isinstance(convs[0], Conv2d)}
-        self._banks: dict[tuple[Tensor, torch.dtype], tuple[Bank, Tensor]] = {}
-        """By weight and dtype, the bank of a convolution and the token of its last call."""
         self._numbers = torch.arange(len(op_group.index), device=op_group.index.device)
 
     def __call__(self, functions: Functions, *arguments: Tensor) -> Any:
@@ -154,56 +158,9 @@ class ConvModule:
         """Return the result of the convolution that has a weight, (G, O, H, W)."""
         if (dtype := autocast_dtype(x_GIHW)) is not None:
             x_GIHW = x_GIHW.to(dtype)
-        key = weight, x_GIHW.dtype
-        if key not in self._banks:
-            bank = Bank(self._convs[weight], x_GIHW.dtype)
-            self._banks[key] = bank, bank.stack()
-        bank, token = self._banks[key]
-        result, token = _Conv.apply(x_GIHW, token, bank, functions, self._numbers[: len(x_GIHW)])
-        self._banks[key] = bank, token
-        return result
 
-
-class _Conv(Function):
-    """Convolve each row with the weights of its function. The backward pass keeps data for the weights' gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_GIHW: Tensor, token: Tensor, bank: Bank, functions: Functions, numbers_G: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x_GIHW)
-        ctx.bank, ctx.functions, ctx.numbers_G = bank, functions, numbers_G
-        ctx.set_materialize_grads(False)
-        result = _convolved(x_GIHW, bank.weight_FTIO, bank.bias_FO, bank, functions, numbers_G)
-        return result.data, token.clone()  # not a view, so that modules may modify the result in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_GOHW: Tensor | None, of_token: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_x, (x_GIHW,), bank, of_token = None, ctx.saved_tensors, ctx.bank, token_of_pass(of_token)
-        if gradient_GOHW is not None and bank.is_trained:
-            bank.kept.setdefault(of_token.item(), []).append((x_GIHW, gradient_GOHW, ctx.functions))
-        if gradient_GOHW is not None and ctx.needs_input_grad[0]:
-            of_x = _convolved(gradient_GOHW, bank.flipped, None, bank, ctx.functions, ctx.numbers_G)
-        return of_x, of_token, None, None, None
-
-
-def _convolved(
-    x_GIHW: Tensor, weight_FTIO: Tensor, bias_FO: Tensor | None, bank: Bank, functions: Functions, numbers_G: Tensor
-) -> Tensor:
-    x_GHWI = _channels_last(x_GIHW)
-    out_GHWO = _empty(x_GHWI, len(x_GHWI), weight_FTIO)
-    triton_conv.conv((Maps(x_GHWI, numbers_G),), weight_FTIO, bias_FO, functions.ends, out_GHWO, bank.dilation)
-    return out_GHWO.permute(0, 3, 1, 2)
-
-
-def _channels_last(x_GCHW: Tensor) -> Tensor:
-    return x_GCHW.permute(0, 2, 3, 1).contiguous()
-
-
-def _empty(values_MHWC: Tensor, size: int, weight_FTIO: Tensor) -> Tensor:
-    """Return memory for results on the grid of `values_MHWC`, (size, H, W, O)."""
-    return values_MHWC.new_empty(size, *values_MHWC.shape[1:3], weight_FTIO.shape[3])
+        key, numbers_G = (weight, x_GIHW.dtype), self._numbers[: len(x_GIHW)]
+        return self._chains.run(key, lambda: Bank(self._convs[weight], x_GIHW.dtype), x_GIHW, functions, numbers_G)
 
 
 class ConvChain:
@@ -229,7 +186,7 @@ class ConvChain:
         values, is_recorded = buffers.maps(0), torch.is_grad_enabled()
         if not self.banks:
             self.banks = [Bank(convs, values.dtype) for convs in self._convs]
-            self._tokens = [bank.stack() for bank in self.banks]
+            self._tokens = [first_token(bank) for bank in self.banks]
             if is_recorded:
                 self.made = self._between(values, len(self.op_group.index))
         if is_recorded:
@@ -273,6 +230,7 @@ class _Chain(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_state: Tensor | None, *of_tokens: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the state and the tokens, and keep the gradients of all steps for the weights."""
         buffers, call, of_token = ctx.buffers, ctx.call, token_of_pass(of_tokens[0])
         buffers.gradients, number = {0: of_state}, of_token.item()
         of_result = buffers.gradient(call.results[0])

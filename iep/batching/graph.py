@@ -25,8 +25,8 @@ class Graph:
     arguments, at least one.
 
     Raises:
-        ValueError: the lengths of the arrays differ, an op is negative, a node has no argument or reads a later node,
-            nodes of one op have different numbers of arguments, or a root is not a slot.
+        ValueError: a node has no argument or reads a later node, nodes of one op have different numbers of arguments,
+            or a root is not a slot.
     """
 
     num_inputs: int
@@ -40,13 +40,6 @@ class Graph:
     """The slot of each example's result, (B,), which may be an input."""
 
     def __post_init__(self) -> None:
-        if not len(self.op) == len(self.args) == len(self.example):
-            raise ValueError(
-                f"a graph's op, args and example have lengths {len(self.op)}, {len(self.args)} and "
-                f"{len(self.example)}, expected the same"
-            )
-        if self.num_nodes and not self.args.shape[1]:
-            raise ValueError("nodes have no arguments, expected at least one of each")
         own_slot = self.num_inputs + np.arange(self.num_nodes)
         # One argument at a time: numpy processes long rows of a matrix much faster than short ones.
         args_AN = self.args.T.copy()
@@ -56,8 +49,6 @@ class Graph:
             raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots 0 to {own_slot[node] - 1}")
         arity = (args_AN >= 0).sum(axis=0)
         ops, kind = self.kinds
-        if self.num_nodes and ops[0] < 0:
-            raise ValueError(f"node {np.argmin(self.op)} has op {ops[0]}, expected 0 or greater")
         arity_of_op = np.zeros(len(ops), dtype=np.int64)
         arity_of_op[kind[::-1]] = arity[::-1]  # the arity of the first node of each op
         if (arity_of_op[kind] != arity).any():

@@ -239,8 +239,8 @@ def make_plan(
 
     Raises:
         ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
-            signature, or reads an argument that its nodes do not have, a tensor that an argument's value does not have,
-            no value at all, or tensors of several columns as one; or signatures in an op group differ.
+            signature, or reads a tensor that does not exist, no value at all, or tensors of several columns as one; or
+            signatures in an op group differ.
     """
     types = types or one_column(graph)
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
@@ -304,15 +304,6 @@ def _op_group(segments_K: Sequence[Sequence[Segment]]) -> OpGroup:
     return make_op_group(ops, index_N, sizes_KF.cumsum(axis=1, dtype=np.int32))
 
 
-class _Read(NamedTuple):
-    """The rows that an argument reads one by one."""
-
-    address: np.ndarray
-    slots: np.ndarray
-    fields: np.ndarray | int
-    reader: str
-
-
 class _Layout:
     """The rows of all tensors, and the index tensors of the columns, while a plan grows.
 
@@ -324,7 +315,8 @@ class _Layout:
         self.address_FS = np.full((num_fields + 1, num_slots + 1), -1)
         """The address of each tensor, -1 if it is not written. The last row and column are for no field and no slot."""
         self.num_rows = [0] * num_columns
-        self.reads: list[list[_Read]] = [[] for _ in range(num_columns)]
+        self.reads: list[list[tuple[np.ndarray, str]]] = [[] for _ in range(num_columns)]
+        """By column, the addresses that each argument reads one by one, and what reads them."""
         self.length = [0] * num_columns
 
     def write(self, slots: np.ndarray, field: int, column: int) -> Result:
@@ -352,7 +344,7 @@ class _Layout:
         is_adjacent = int(address[-1]) - first == size - 1 and (size < 3 or (address[1:] - address[:-1] == 1).all())
         if is_adjacent and first >= 0:
             return Argument(column, slice(row, row + size), True, count)
-        self.reads[column].append(_Read(address, slots, fields, reader))
+        self.reads[column].append((address, reader))
         self.length[column] += size
         return Argument(column, slice(self.length[column] - size, self.length[column]), False, count)
 
@@ -362,23 +354,12 @@ class _Layout:
         Raises:
             ValueError: a tensor was read before it was written, does not exist, or belongs to another column.
         """
-        reads = self.reads[column]
-        rows = np.concatenate([np.empty(0, dtype=np.int64), *(each.address for each in reads)]) - (column << ROW_BITS)
+        addresses = [np.empty(0, dtype=np.int64), *(address for address, _ in self.reads[column])]
+        rows = np.concatenate(addresses) - (column << ROW_BITS)
         if len(rows) and not 0 <= rows.min() <= rows.max() < self.num_rows[column]:
-            for each in reads:
-                self._check(each)
+            for address, reader in self.reads[column]:
+                if address.min() < 0:
+                    raise ValueError(f"{reader} reads a tensor that does not exist or that a later call computes")
+                if len(np.unique(address >> ROW_BITS)) > 1:
+                    raise ValueError(f"{reader} reads tensors of several columns as one")
         return torch.from_numpy(rows)
-
-    def _check(self, read: _Read) -> None:
-        at = read.address.argmin()
-        slot, field = read.slots[at], np.broadcast_to(read.fields, read.slots.shape)[at]
-        if read.address[at] >= 0:
-            if len(np.unique(read.address >> ROW_BITS)) > 1:
-                raise ValueError(f"{read.reader} reads tensors of several columns as one")
-            return
-        if slot < 0:
-            raise ValueError(f"{read.reader} reads more arguments than its nodes have")
-        tensors = (self.address_FS[:, slot] >= 0).sum()
-        if field < tensors:
-            raise ValueError("a schedule runs a node before its arguments")
-        raise ValueError(f"{read.reader} reads tensor {field} of slot {slot}, whose value has only {tensors}")

@@ -129,37 +129,27 @@ def lookahead(graph: Graph) -> Schedule:
         return by_height
     _, kind = graph.kinds
     reads = reads_of(graph)
-    left = np.ones(graph.num_nodes, dtype=bool)
-    schedule: Schedule = ()
-    # The loop runs once, unless the graph has too many paths for the strings to cover all of them. Nodes that find no
-    # call before their readers then run first, with all that they read.
-    while left.any():
-        calls = np.array(supersequence.short_supersequence(op_strings(kind, reads, left)))
-        call = last_calls(calls, kind, reads, left)
-        nodes = np.flatnonzero(left & (call >= 0))
-        assert len(nodes), "the calls run every string, so that at least one path finds its calls"
-        first = [Group(op, nodes[members]) for op, members, _ in pooled(call[nodes], graph.op[nodes])]
-        schedule = (*first, *schedule)
-        left[nodes] = False
-    return schedule
+    strings = op_strings(kind, reads)
+    if strings is None:  # the graph has too many paths
+        return min(improved(graph), agenda(graph), key=len)
+    calls = np.array(supersequence.short_supersequence(strings))
+    return pooled(last_calls(calls, kind, reads), graph.op)
 
 
-def last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
+def last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray) -> np.ndarray:
     """Return the last call of every node's kind before the calls of all its readers, (N,); -1 if there is none.
 
     Args:
         calls: (K,) kinds.
         kind: (N,).
         reads: (N, A) nodes whose results each node reads, -1 elsewhere.
-        among: (N,) bool, the nodes to consider, None for all; every node that one of them reads is among them too.
     """
-    among = np.ones(len(kind), dtype=bool) if among is None else among
     # Every call as one number, by kind and then by time; the first entry means no call.
     width = len(calls) + 1
     by_kind = np.concatenate([[-2], np.sort(calls * width + np.arange(len(calls)))])
     call = np.full(len(kind), -1)
     limit = np.full(len(kind) + 1, len(calls))  # the first call of any reader; the last entry is for -1, no node
-    nodes = roots(reads, among)
+    nodes = roots(reads)
     while len(nodes):
         own = kind[nodes] * width
         latest = by_kind[np.searchsorted(by_kind, own + limit[nodes]) - 1] - own
@@ -175,10 +165,11 @@ def last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray, among: np
 def lower_bound(graph: Graph) -> int:
     """Return a lower bound of the calls of any schedule: the sum over ops of the most nodes of the op on any one path.
 
-    In graphs with very many paths, only some of them are considered.
+    In a graph with very many paths, it is the number of ops.
     """
-    every = np.ones(graph.num_nodes, dtype=bool)
-    return supersequence.lower_bound(op_strings(graph.kinds[1], reads_of(graph), every))
+    ops, kind = graph.kinds
+    strings = op_strings(kind, reads_of(graph))
+    return len(ops) if strings is None else supersequence.lower_bound(strings)
 
 
 SCHEDULERS: dict[str, Callable[[Graph], Schedule]] = {

@@ -140,10 +140,14 @@ def rows_copied(plan: Plan, column: int) -> int:
     return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
 
 
-def describe_copies(plan: ProgramPlan, costs: Costs) -> str:
-    """Return a description of the copies between the devices of a placed plan in float32."""
+def describe_copies(plan: ProgramPlan, costs: Costs, sizes: Sequence[int]) -> str:
+    """Return a description of the copies between the devices of a placed plan in float32.
+
+    Args:
+        sizes: the numbers of elements of a map and, if there are any, of an attention.
+    """
     kinds, total = [], 0
-    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=False)):
+    for column, (name, size) in enumerate(zip(("maps", "attentions"), sizes, strict=False)):
         if (copied := rows_copied(plan.plan, column)) or column == MAP:
             kinds.append(f"{copied} {name} of {size * FLOAT32_BYTES:,} bytes")
         total += copied * size * FLOAT32_BYTES
@@ -213,7 +217,9 @@ def show_plans(
         texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]
         if placement != NONE:
             placed = describe_placement(placement, engine.placement, costs.work)
-            texts.append(f"{placed}\n{describe_copies(plan, costs)}")
+            map_1CHW = torch.empty(1, engine.kwargs["module_dim"], *engine.grid, device="meta")
+            sizes = [value.numel() for value in engine.module_set.scene_values(map_1CHW).values()]
+            texts.append(f"{placed}\n{describe_copies(plan, costs, sizes)}")
         drawn = drawn or draw_plan(title, plan, [f"example {example}" for example in range(len(programs_BL))])
     text = "\n\n".join(texts)
     print(text)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from iep.batching.layers import computed_by
 from iep.dynamic.future import LEAF, Nested, in_place_error, recording_into, split
 from iep.dynamic.rowwise import deferrable, is_batched
 
@@ -201,7 +202,8 @@ def _run(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     if kernel.how == VMAP:
         try:
             run = torch.vmap(lambda *row: tuple(_call(op.function, op.arguments, row)[1]), randomness="different")
-            return run(*leaves)
+            with computed_by(None):  # deferred weight gradients do not work within vmap
+                return run(*leaves)
         except Exception as failure:
             reason = f"vmap cannot: {_text(failure)}"
     samples = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)

@@ -63,6 +63,18 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
+def check_fixed(name: str, residual: bool, norm: str, scene: str) -> None:
+    """Check the settings of a set of modules that has those of the set `iep` only by name.
+
+    Raises:
+        ValueError: a setting has another value than its default.
+    """
+    found = {"module_residual": (residual, True), "module_norm": (norm, "none"), "scene": (scene, "module")}
+    for setting, (value, only) in found.items():
+        if value != only:
+            raise ValueError(f"{setting} is {value!r}, a setting of the modules iep; that of {name} is {only!r}")
+
+
 def check_named(name: object, named: str | None, source: object) -> None:
     """Check that the set of modules of a file is one of this package, or else the one that the user has named.
 

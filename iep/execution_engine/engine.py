@@ -122,11 +122,11 @@ class ExecutionEngine(nn.Module):
 
     @property
     def ops(self) -> dict[int, str]:
-        """The part that each op of a plan with `ends` runs."""
+        """The part that each op of a `whole` plan runs."""
         return self._runs | {len(self.program_tokens): STEM, len(self.program_tokens) + 1: CLASSIFIER}
 
     def inputs_of(self, features_NCHW: torch.Tensor, plan: ProgramPlan, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """Return the inputs of a plan with `ends` for the features of its images; `dtype` is that of attentions."""
+        """Return the inputs of a `whole` plan for the features of its images; `dtype` is that of attentions."""
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
         map_1CHW = features_NCHW.new_zeros(1, 1, *self.grid, dtype=dtype)
@@ -139,7 +139,7 @@ class ExecutionEngine(nn.Module):
         sharing: bool | None = None,
         training: bool = False,
         attentions: bool = False,
-        ends: bool = False,
+        whole: bool = False,
         execution: str | None = None,
     ) -> Planner:
         """Return `plan_programs` for this engine and its placement, without weights, so that workers can receive it.
@@ -149,7 +149,7 @@ class ExecutionEngine(nn.Module):
                 and in training if no batch norm or dropout makes a result depend on how often it is computed.
             training: the plans are for training.
             attentions: as in `plan_programs`.
-            ends: as in `plan_programs`; `ops` has the modules of such a plan, and `inputs_of` its inputs.
+            whole: as in `plan_programs`; `ops` has the modules of such a plan, and `inputs_of` its inputs.
             execution: one of `choices.EXECUTIONS`; None for the engine's own. A CUDA graph is for training, and other
                 plans are for `triton` instead.
 
@@ -179,8 +179,8 @@ class ExecutionEngine(nn.Module):
             "placement": self.placement,
             "attentions": attentions,
             # Functions on several devices or workers have calls of their own.
-            "op_groups": None if self.placement or ends else self.op_groups(execution != DEFAULT_EXECUTION),
-            "ends": ends,
+            "op_groups": None if self.placement or whole else self.op_groups(execution != DEFAULT_EXECUTION),
+            "whole": whole,
             "execution": execution,
             "template": template,
         }

@@ -94,8 +94,6 @@ class Sample:
 class Costs:
     """The costs of the forward pass of an engine's parts."""
 
-    sizes: tuple[int, ...]
-    """The number of elements of the values between modules, by kind: of a map, and of an attention if there are any."""
     flops: Mapping[str, float]
     """The floating-point operations of each part for one image, one row of a call, or one question."""
     work: Mapping[str, float] | None
@@ -223,19 +221,19 @@ def costs_of(engine: nn.Module, sample: Sample) -> Costs:
     if engine.shared is not None:
         what = f"the modules {engine.kwargs['modules']} share their weights"
         raise InputError(f"{what} and cannot be placed on several devices or workers")
-    flops, sizes = _flops_of_parts(engine)
+    flops = _flops_of_parts(engine)
     tokens = engine.program_tokens
     if not sample.is_known:
-        return Costs(sizes, flops, None)
+        return Costs(flops, None)
     programs_QL = sample.programs_QL[_spread(len(sample.programs_QL), MOST_PROGRAMS)]
     graph = module_graph(programs_QL, tokens, engine.roles)
     calls = dict(zip(tokens, (np.bincount(graph.op, minlength=len(tokens)) / len(programs_QL)).tolist(), strict=True))
     calls |= {STEM: 1.0, CLASSIFIER: 1.0}
-    return Costs(sizes, flops, {part: calls[part] * flops[part] for part in engine.parts})
+    return Costs(flops, {part: calls[part] * flops[part] for part in engine.parts})
 
 
-def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...]]:
-    """Return `Costs.flops` and `Costs.sizes`, counted with a copy of the engine on the device `meta`."""
+def _flops_of_parts(engine: nn.Module) -> dict[str, float]:
+    """Return `Costs.flops`, counted with a copy of the engine on the device `meta`."""
     from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
     copy = deepcopy(engine).to("meta").eval()  # a batch norm would not train on one example
@@ -253,7 +251,7 @@ def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...
     for token in engine.parts[1:-1]:
         run(token, *(scene[kind] for kind in engine.module_set.role(token).reads))
     run(CLASSIFIER, scene[result_kind(engine.module_set.role(SCENE))])
-    return flops, tuple(value.numel() for value in scene.values())
+    return flops
 
 
 def describe_placement(option: str, placement: Placement, work: Mapping[str, float] | None) -> str:

@@ -112,7 +112,7 @@ def types_of(graph: Graph, roles: Roles, num_programs: int) -> Types | None:
     )
 
 
-def with_ends(graph: Graph, roles: Roles, num_programs: int) -> tuple[Graph, Types]:
+def whole_graph(graph: Graph, roles: Roles, num_programs: int) -> tuple[Graph, Types]:
     """Return a graph in which the stem and the classifier are ops as well, and the kinds of its values.
 
     With V roles, the stem is op V and the classifier op V + 1. The inputs are the images' features instead of the

@@ -19,7 +19,7 @@ from iep.batching.sharing import share
 from iep.batching.template import Template
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER
 from iep.execution_engine.placement import Placement
-from iep.execution_engine.program_graph import Roles, module_graph, penalized, types_of, with_ends
+from iep.execution_engine.program_graph import Roles, module_graph, penalized, types_of, whole_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def plan_programs(
     placement: Placement | None = None,
     attentions: bool = False,
     op_groups: Mapping[int, int] | None = None,
-    ends: bool = False,
+    whole: bool = False,
     execution: str = DEFAULT_EXECUTION,
     template: Template | None = None,
 ) -> ProgramPlan:
@@ -89,7 +89,7 @@ def plan_programs(
             of them.
         op_groups: the number of the op group of each op, as for `iep.batching.schedulers.make_schedule`. One call then
             runs several functions of the same architecture.
-        ends: the stem and the classifier are ops of the graph, as `with_ends` says, so that a run computes the scores
+        whole: the stem and the classifier are ops of the graph, as in `whole_graph`, so that a run computes the scores
             of the answers from features.
         execution: how an engine runs the op groups, one of `choices.EXECUTIONS`.
         template: the calls that a CUDA graph runs. The plan of programs that do not fit into it is for `triton`.
@@ -111,7 +111,7 @@ def plan_programs(
         if (plan := template.plan_of(graph)) is not None:
             return ProgramPlan(graph, (), plan, tuple(program_tokens), roles, num_images, rows, None, execution)
         execution = "triton"
-    graph, types = with_ends(graph, roles, count) if ends else (graph, types_of(graph, roles, count))
+    graph, types = whole_graph(graph, roles, count) if whole else (graph, types_of(graph, roles, count))
     schedule = make_schedule(graph, batching, op_groups)
     if placement is None:
         plan = make_plan(graph, schedule, types)

@@ -1,4 +1,4 @@
-"""The two ends of an engine: the stem, image features -> maps, and the classifier, a program's result -> answer logits.
+"""The parts around an engine's modules: features -> maps, the stem, and a program's result -> logits, the classifier.
 
 Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material. The classifier's
 options are those of the original toolkit; the stem of pixels is ours.

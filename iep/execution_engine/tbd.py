@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from iep.batching.layers import Conv2d
+from iep.execution_engine.choices import check_fixed
 from iep.execution_engine.roles import ATTENTION, MAP, Role
 from iep.programs import SCENE
 from iep.vocab import SPECIAL_TOKENS
@@ -175,14 +176,7 @@ class AttentionModules:
     scene: str
 
     def __post_init__(self) -> None:
-        if not self.residual or self.norm != "none":
-            raise ValueError(
-                f"module_residual and module_norm are settings of the modules iep; {self.name} has neither"
-            )
-        if self.scene != "module":
-            raise ValueError(
-                f"scene is {self.scene!r}, a setting of the modules iep; the scene of {self.name} is fixed"
-            )
+        check_fixed(self.name, self.residual, self.norm, self.scene)
 
     def role(self, token: str) -> Role | None:
         """Return the role of a token; None for `unique`, special tokens, and a `scene` that has no module.

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from iep.batching.layers import Conv2d, Linear
 from iep.batching.plan import Functions
+from iep.execution_engine.choices import check_fixed
 from iep.execution_engine.roles import MAP, Role
 from iep.programs import arity
 
@@ -102,10 +103,7 @@ class VectorModules:
     scene: str
 
     def __post_init__(self) -> None:
-        held = {"module_residual": self.residual, "module_norm": self.norm, "scene": self.scene}
-        for name, only in (("module_residual", True), ("module_norm", "none"), ("scene", "module")):
-            if held[name] != only:
-                raise ValueError(f"{name} is {held[name]!r}, a setting of the modules iep; that of vector is {only!r}")
+        check_fixed("vector", self.residual, self.norm, self.scene)
 
     @cached_property
     def shared(self) -> SharedBlock:

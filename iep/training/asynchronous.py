@@ -81,7 +81,7 @@ def check_asynchronous(config: Config) -> None:
 def instance_planner(engine: ExecutionEngine, config: Config) -> Planner:
     """Return the planner of the instances of a placed engine."""
     attentions = config.attention_penalty > 0
-    return engine.planner(config.batching, config.sharing, training=True, attentions=attentions, ends=True)
+    return engine.planner(config.batching, config.sharing, training=True, attentions=attentions, whole=True)
 
 
 def fit_asynchronously(run: Trainer, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
