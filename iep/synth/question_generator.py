@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -205,13 +206,13 @@ def _find_comparison(family: Family, search: Search, answer: str) -> tuple | Non
     for left, right in search.rng.sample(pairs, min(len(pairs), TRIES)):
         first = describe_one(search, left, family.links[0], silent)
         second = first and describe_one(search, right, family.links[1], silent)
-        if second:
+        if first and second:
             ask_for = (f"query_{attribute}", "unique")
             return (family.head, *first.tokens_after(*ask_for), *second.tokens_after(*ask_for)), (first, second), ()
     return None
 
 
-_COMPARE: dict[str, Callable[[int, np.ndarray], np.ndarray]] = {
+_COMPARE: dict[str, Callable[[int, np.ndarray], Any]] = {
     "equal_integer": lambda left, right: left == right,
     "less_than": lambda left, right: left < right,
     "greater_than": lambda left, right: left > right,

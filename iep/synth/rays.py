@@ -92,7 +92,10 @@ def _box(thing: Thing, camera: Camera, width: int, height: int, samples: int) ->
         corners = [(x + a * along - b * across, y + a * across + b * along) for a in (-1, 1) for b in (-1, 1)]
     points = [(float(cx), float(cy), z + c * reach) for cx, cy in corners for c in (-1, 1)]
     box = box_around(points, camera, width, height)
-    return box and tuple(slice(part.start * samples, part.stop * samples) for part in box)
+    return box and (
+        slice(box[0].start * samples, box[0].stop * samples),
+        slice(box[1].start * samples, box[1].stop * samples),
+    )
 
 
 def _first_hit(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:

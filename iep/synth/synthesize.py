@@ -108,7 +108,8 @@ def _check_questions(out: Path, options: Options) -> None:
         InputError: a file would be empty, or no scene of these sizes allows that many different questions.
     """
     for split in SPLITS:
-        count, empty, balance = getattr(options, split), {*_json_paths(out, options, split)[1]}, Counter()
+        count, empty = getattr(options, split), {*_json_paths(out, options, split)[1]}
+        balance: Counter = Counter()
         for index in range(count):
             if not empty:
                 break
