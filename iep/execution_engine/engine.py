@@ -194,7 +194,7 @@ class ExecutionEngine(nn.Module):
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
             sharing = not training or not any(isinstance(layer, NOT_ROW_BY_ROW) for layer in layers)
-        own = {
+        own: dict[str, Any] = {
             "program_tokens": self.program_tokens,
             "roles": self.roles,
             "placement": self.placement,
