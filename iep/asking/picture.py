@@ -9,7 +9,7 @@ Shapes: C H W maps; H W pixels of an image or cells of a map.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -147,7 +147,7 @@ def arrange(
 
 def wrapped(text: str, width: float, measure: Measure) -> list[str]:
     """Break `text` into lines no wider than `width`; a single word that is wider is broken. No words give no lines."""
-    lines = []
+    lines: list[str] = []
     for word in text.split():
         if lines and measure(f"{lines[-1]} {word}") <= width:
             lines[-1] += f" {word}"
@@ -268,7 +268,7 @@ def _show(axis: Axes, box: Box, pixels: np.ndarray) -> None:
     axis.add_patch(Rectangle(box[:2], box.width, box.height, fill=False, edgecolor=GREY, linewidth=0.5, zorder=3))
 
 
-def _write(axis: Axes, box: Box, line: int, text: str, indent: float = 0.0, **style: object) -> None:
+def _write(axis: Axes, box: Box, line: int, text: str, indent: float = 0.0, **style: Any) -> None:
     """Write one line of text in a box, counted from the top of the box."""
     axis.text(box.x + indent, box.y + LINE * (line + 0.5), text, va="center", parse_math=False, **style)
 
@@ -277,7 +277,7 @@ def _draw_answers(axis: Axes, box: Box, ranked: Sequence[tuple[str, float]]) -> 
     """Draw a line for each answer: its name, a bar for its probability, its probability."""
     start = min(max(_measure(ANSWER, "bold")(name) for name, _ in ranked) + 0.15, 0.5 * box.width)
     for number, (name, probability) in enumerate(ranked):
-        style = {"fontsize": ANSWER, "color": DARK, "weight": "normal" if number else "bold"}
+        style: dict[str, Any] = {"fontsize": ANSWER, "color": DARK, "weight": "normal" if number else "bold"}
         length = (box.width - start - 0.6) * probability
         corner = (box.x + start, box.y + LINE * (number + 0.5) - 0.06)
         axis.add_patch(Rectangle(corner, length, 0.12, color="0.75" if number else HEAT(0.65)))
