@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -157,7 +157,7 @@ Trouble = tuple[int, Exception]
 
 def first_trouble(trouble: Trouble | None) -> Trouble | None:
     """Return the trouble with the lowest position in any process, in every process; None if there is none."""
-    troubles = gather(trouble)
+    troubles = gather(trouble) or ()
     return broadcast(min(filter(None, troubles), key=lambda each: each[0], default=None) if is_main() else None)
 
 
@@ -173,6 +173,10 @@ def end_with(error: Exception) -> None:
     sys.exit(1)
 
 
+@overload
+def attempt(make: Callable[[], T]) -> T: ...
+@overload
+def attempt(make: Callable[[], T], here: bool) -> T | None: ...
 def attempt(make: Callable[[], T], here: bool = True) -> T | None:
     """Return what `make()` returns in the processes where `here` is set, and None in the others.
 
@@ -180,14 +184,17 @@ def attempt(make: Callable[[], T], here: bool = True) -> T | None:
         InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
         OSError: `make` raised it in some process, which is handled in the same way.
     """
-    made = trouble = None
+    made: T | None = None
+    trouble: Trouble | None = None
     try:
         made = make() if here else None
     except (InputError, OSError) as error:
         trouble = rank(), error
     if any_rank(trouble is not None):
-        number, error = first_trouble(trouble)
-        end_with(InputError(f"process {number}: {error}") if number and isinstance(error, InputError) else error)
+        first = first_trouble(trouble)
+        assert first is not None
+        number, found = first
+        end_with(InputError(f"process {number}: {found}") if number and isinstance(found, InputError) else found)
     return made
 
 
