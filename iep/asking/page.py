@@ -212,7 +212,7 @@ def _beside_field(function: Function, is_run: bool) -> Function:
             *results, notes = function(image, text)
             question = "" if is_run else gr.skip()
         except InputError as error:
-            results, notes, question = (None, "", gr.skip(), ""), [str(error)], gr.skip()
+            results, notes, question = [None, "", gr.skip(), ""], [str(error)], gr.skip()
         html = Markup().join(Markup("<p>{}</p>").format(note) for note in notes)
         return (*results, question, *(("", html) if is_run else (html, "")))
 
