@@ -104,7 +104,10 @@ def _concatenated(calls: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, 
     for number, (input, gradient) in enumerate(calls):
         is_large = input.dim() == 2 and len(input) >= ROWS_OF_THEIR_OWN
         alike.setdefault(number if is_large else input.shape[1:], []).append((input, gradient))
-    return [some[0] if len(some) == 1 else tuple(map(torch.cat, zip(*some, strict=True))) for some in alike.values()]
+    return [
+        some[0] if len(some) == 1 else (torch.cat([one for one, _ in some]), torch.cat([other for _, other in some]))
+        for some in alike.values()
+    ]
 
 
 class _Weights(Function):
