@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -139,7 +139,7 @@ class Features:
         """
         memory = attempt(self._load, local_rank() == 0)
         node = os.environ.get("GROUP_RANK", "0")
-        mine = memory and (node, f"/proc/{os.getpid()}/fd/{memory.fileno()}")
+        mine: Any = memory and (node, f"/proc/{os.getpid()}/fd/{memory.fileno()}")
         paths = broadcast(dict(filter(None, gather(mine) or [])))
         memory = memory or open(paths[node], "rb")  # noqa: SIM115 - for as long as the features live
         barrier()  # until all processes have opened the memory, the first must keep it

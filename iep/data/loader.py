@@ -179,8 +179,9 @@ class _WorkerBatch:
 
 def _make_in_worker(make: Make, buffers: BatchBuffers | None, choice: Any) -> _WorkerBatch:
     """Make a batch in a worker, with its features in a buffer if one is free."""
-    number = None if buffers is None else buffers.take(get_worker_info().id)
-    batch = make(choice) if number is None else make(choice, partial(buffers.array, number))
+    worker = get_worker_info()
+    number = None if buffers is None or worker is None else buffers.take(worker.id)
+    batch = make(choice) if buffers is None or number is None else make(choice, partial(buffers.array, number))
     return _WorkerBatch(batch, buffers, number)
 
 

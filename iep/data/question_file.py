@@ -213,7 +213,7 @@ def check_same_data(data: Path, vocab: Vocab, splits: Iterable[Split | None]) ->
 
     if world_size() == 1:
         return
-    first, *others = broadcast(gather(attempt(digests)))
+    first, *others = broadcast(gather(attempt(digests))) or ()
     for number, theirs in enumerate(others, 1):
         for path in first | theirs:
             if first.get(path) != theirs.get(path):
