@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain, product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -153,7 +154,7 @@ class _Maker:
     options: Options
 
     def __call__(self, block: Block) -> Made:
-        balance, tally = Counter(), Tally()
+        balance, tally = Counter[Any](), Tally()
         scenes, questions = [], defaultdict(list)
         for index in range(block.start, block.stop):
             scene, entry, generated = make_image(self.options, block.split, index, balance)
