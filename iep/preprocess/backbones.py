@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -243,7 +244,7 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
     if name == "patches":
         if weights is not None:
             raise InputError("the features are patches of pixels, for which there are no weights")
-        backbone = Patches(_whole(recipe, "patch_size", most=MAX_IMAGE_SIZE // GRID))
+        backbone: Backbone = Patches(_whole(recipe, "patch_size", most=MAX_IMAGE_SIZE // GRID))
     elif name == "synth":
         backbone = Scenes(weights or "default")
     elif name in RESNETS:
@@ -274,7 +275,7 @@ def _whole(recipe: Mapping[str, object], key: str, most: int) -> int:
 
 
 @torch.no_grad()
-def randomize(model: nn.Module) -> None:
+def randomize(model: Any) -> None:
     """Initialise a torchvision ResNet at random, so that its features are about as large as with pretrained weights.
 
     torchvision's own random weights are for training, where batch norms use the statistics of the batch. Here batch
