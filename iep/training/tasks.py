@@ -8,10 +8,11 @@ Shapes: B examples, T question tokens, L program tokens, A answers.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from iep.backbone.augment import augmented
 from iep.backbone.network import compare, find_objects, scene_loss
@@ -44,7 +45,7 @@ class Task:
 
     examples = "questions"
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
+    def __init__(self, config: Config, networks: dict[str, Any], predictor: Seq2Seq | None = None):
         """Take the networks, and the program generator that predicts programs without being trained, if any.
 
         Raises:
@@ -122,7 +123,7 @@ class GeneratorTask(Task):
     def correct(self, batch: Batch) -> Tensor:
         """Return (B,) booleans: the greedily decoded program is the true one, token for token."""
         programs_BL = greedy(self.networks["generator"], batch.questions, self.config.max_program_length)
-        return torch.from_numpy(exact_match(programs_BL.cpu(), batch.programs.cpu()))
+        return torch.from_numpy(exact_match(programs_BL.cpu().numpy(), batch.programs.cpu().numpy()))
 
 
 class EngineTask(Task):
@@ -131,7 +132,7 @@ class EngineTask(Task):
     The programs are the true ones, or those that a fixed generator predicts.
     """
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
+    def __init__(self, config: Config, networks: dict[str, Any], predictor: Seq2Seq | None = None):
         super().__init__(config, networks, predictor)
         self.engine = networks["engine"]
         if config.attention_penalty and not self.engine.makes_attentions:
@@ -202,7 +203,7 @@ class JointTask(EngineTask):
     is left out.
     """
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
+    def __init__(self, config: Config, networks: dict[str, Any], predictor: Seq2Seq | None = None):
         super().__init__(config, networks)
         self.predictor = self.generator = networks["generator"]
         self.state = {"reward_baseline": 0.0}
