@@ -46,4 +46,4 @@ soak: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build site *.egg-info .pytest_cache .ruff_cache .hypothesis

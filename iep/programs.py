@@ -107,6 +107,7 @@ def prefix_to_json(tokens: Sequence[str]) -> list[dict]:
     program = []
     for node in order:
         match = _TOKEN.match(tokens[node])
+        assert match is not None  # as was checked above
         values = [] if match["value"] is None else [match["value"]]
         inputs = [call_of[argument] for argument in nodes[node].arguments]
         program.append({"inputs": inputs, "function": match["function"], "value_inputs": values})

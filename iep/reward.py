@@ -51,15 +51,15 @@ def read_answer(response: object, solution: str | None = None) -> str | None:
     text = str(response).rpartition("</think>")[2].partition("<think>")[0].strip()  # without a thought that is cut off
     marked = (found[-1] for pattern in (*MARKED, IN_BRACKETS) if (found := pattern.findall(text)))
     text = next(marked, text)
-    words, answers = _words(text), _kinds().get(solution) or frozenset(_kinds())
+    words, answers = _words(text), _kinds().get(solution or "") or frozenset(_kinds())
     if len(words) <= 1 or (words[0] in ("yes", "no") and words[0] in answers):
         return words[0] if words else None
     for part in (words, _words(re.split(r"[.!?\n](?:\s|\Z)", text.strip(" \n.!?"))[-1])):
-        found = {*part} & answers
-        if not found and "0" in answers and "yes" not in answers and "no" in part:
+        known = {*part} & answers
+        if not known and "0" in answers and "yes" not in answers and "no" in part:
             return "0"  # "there are no red cubes"
-        if len(found) == 1:
-            return found.pop()
+        if len(known) == 1:
+            return known.pop()
     return None
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,15 @@ def test_links_lead_to_existing_files_and_headings(document: Path):
 def test_scripts_and_configs_named_in_documents_exist(document: Path):
     named = re.findall(r"\b(?:scripts/\w+\.(?:sh|py)|configs/[\w/-]+\.yaml)", document.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_site_is_built_without_warnings(tmp_path: Path):
+    """Every page is in the menu, and every link leads to a page, an image or a heading of the site."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site/docs/guide.html").exists()
 
 
 def tables(text: str) -> list[list[list[str]]]:

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class Model:
         return f"Model({found}, device={str(self.device)!r})"
 
     @property
-    def _networks(self) -> dict[str, nn.Module]:
+    def _networks(self) -> dict[str, Any]:
         """The networks by name, the one that answers last."""
         own = self.predictor
         if own.baseline is not None:
@@ -104,6 +104,18 @@ class Model:
         check_features(network, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
         return SeenImage(pixels, features_1CHW.to(self.device), found)
 
+    @overload
+    def ask(self, image: ImageLike | SeenImage | None, question: str, *, program: str | None = None) -> Answer: ...
+    @overload
+    def ask(self, image: ImageLike | SeenImage | None, question: None = None, *, program: str) -> Answer: ...
+    @overload
+    def ask(
+        self,
+        image: ImageLike | SeenImage | None,
+        question: list[str] | tuple[str, ...] | None = None,
+        *,
+        program: list[str] | tuple[str, ...] | None = None,
+    ) -> list[Answer]: ...
     def ask(
         self,
         image: ImageLike | SeenImage | None,

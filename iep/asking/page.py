@@ -125,7 +125,7 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
         results = [answers, tree, program, maps]
         shown.change(lambda: (None, *[""] * 5), None, [*results, about_question, about_program], api_name=False)
         button.click(generate, objects, shown, api_name="generate")
-        how = {
+        how: dict[str, Any] = {
             "preprocess": False,  # Gradio would open any file that a request names
             "concurrency_id": "model",
             "concurrency_limit": 1,  # maps are found by hooks on shared modules
@@ -154,7 +154,7 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
     with tempfile.TemporaryDirectory() as directory:
         os.environ["GRADIO_TEMP_DIR"] = directory
         page = make_page(model, image, Path(directory))
-        how = {
+        how: dict[str, Any] = {
             "prevent_thread_lock": True,
             "quiet": True,
             "theme": theme,

@@ -25,8 +25,9 @@ def augmented(pixels_BCHW: Tensor, objects_BMF: Tensor) -> tuple[Tensor, Tensor]
     shifted; in exposure, contrast, hue and saturation; blurred, and with noise."""
     size = CACHED if pixels_BCHW.device.type == "cpu" else len(pixels_BCHW)
     parts = zip(pixels_BCHW.split(size), objects_BMF.split(size), strict=True)
-    changed = [_moved(_recoloured(pixels_NCHW.float()), objects_NMF) for pixels_NCHW, objects_NMF in parts]
-    return tuple(map(torch.cat, zip(*changed, strict=True)))
+    changed = (_moved(_recoloured(pixels_NCHW.float()), objects_NMF) for pixels_NCHW, objects_NMF in parts)
+    pixels, objects = zip(*changed, strict=True)
+    return torch.cat(pixels), torch.cat(objects)
 
 
 def _chance(pixels_BCHW: Tensor, low: float, high: float) -> Tensor:

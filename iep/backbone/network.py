@@ -80,6 +80,7 @@ class SceneNetwork(nn.Module):
         joint = nn.Sequential(_layer(middle + last, middle), _layer(middle, middle))
         self.trunk = nn.ModuleList([*stages, joint])
         self.head = nn.Conv2d(middle, NUM_SCORES, 1)
+        assert self.head.bias is not None
         with torch.no_grad():
             self.head.bias[0] = PRESENCE_BIAS
 
@@ -159,7 +160,8 @@ def match(found_NF: Tensor, objects_MF: Tensor, image_size: tuple[int, int]) -> 
     while distance_NM.numel() and distance_NM.min() <= NEAR:
         pairs.append(divmod(int(distance_NM.argmin()), distance_NM.shape[1]))
         distance_NM[pairs[-1][0]], distance_NM[:, pairs[-1][1]] = torch.inf, torch.inf
-    return torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
+    found_P, true_P = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
+    return found_P, true_P
 
 
 def compare(found: Sequence[FoundObjects], objects_BMF: Tensor, image_size: tuple[int, int]) -> Tensor:

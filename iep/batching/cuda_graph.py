@@ -88,7 +88,7 @@ class CapturedExecution:
 
     def _forward(self) -> None:
         with torch.enable_grad(), torch.autocast(self._inputs.device.type, enabled=False):
-            callables = self._modules | kernel_modules(self._plan, self._modules)
+            callables: dict[int, Any] = {**self._modules, **kernel_modules(self._plan, self._modules)}
             self._result = execute(self._plan, callables, self._inputs)
         if self._of_result is None:
             self._of_result = torch.zeros_like(self._result)

@@ -217,7 +217,7 @@ class Buffers:
         """Return an argument, (G, ...) or (G, count, ...): a view of the buffer if the rows are adjacent, or a copy."""
         kind, values = self.kinds[argument.column], self.values[argument.column]
         if not argument.is_adjacent:
-            return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
+            return kind.view(values.index_select(0, self.rows(argument)), argument.count)
         # A row is written once, before it is read, so that the backward pass may save a view of the buffer. `.data`
         # does not share the buffer's version counter, which later writes increase. A saved view keeps the whole buffer,
         # so that a copy of a small part of it takes less memory.
@@ -260,7 +260,7 @@ class Buffers:
         flat = kind.flatten(gradient)
         if flat.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr():
             flat = flat.clone()  # if a module returns its argument, this is also the gradient of its result
-        rows.index_add_(0, self.plan.rows(argument), flat)
+        rows.index_add_(0, self.rows(argument), flat)
 
     def gradient(self, made: Result) -> Tensor | None:
         """Return the gradient of a result, or None if no value of its column has a gradient yet."""

@@ -173,7 +173,7 @@ class ConvChain:
         members: their modules.
     """
 
-    def __init__(self, op_group: OpGroup, members: Sequence[nn.Module]):
+    def __init__(self, op_group: OpGroup, members: Sequence[Any]):
         self.op_group, self.steps = op_group, members[0].conv_steps
         self._convs = [[member.get_submodule(step.conv) for member in members] for step in self.steps]
         self.banks: list[Bank] = []

@@ -32,7 +32,7 @@ def architecture(module: nn.Module, by_kernels: bool = False) -> Hashable | None
     return type(module), getattr(module, "conv_steps", None), *shapes
 
 
-def grouped_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:
+def grouped_modules(plan: Plan, modules: Mapping[int, Any]) -> dict[int, Callable[..., Any]]:
     """Return the callable of each op group whose modules have a method `grouped`, for one run of a plan.
 
     Args:
@@ -42,7 +42,7 @@ def grouped_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, C
     return {op: members[0].grouped(members) for op, (_, members) in together.items() if hasattr(members[0], "grouped")}
 
 
-def together_of(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, tuple[OpGroup, Sequence[nn.Module]]]:
+def together_of(plan: Plan, modules: Mapping[int, Any]) -> dict[int, tuple[OpGroup, Sequence[Any]]]:
     """Return the op groups of a plan, by number, each with the modules of its functions.
 
     Op groups in which a module has hooks are omitted, as the hooks are for the rows of its own function.

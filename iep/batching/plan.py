@@ -156,6 +156,7 @@ class Plan:
 
     def functions(self, call: Call) -> Functions:
         """Return the functions of the rows of an op group's call."""
+        assert call.in_op_group is not None
         op_group, (number, first) = self.op_groups[call.op], call.in_op_group
         return Functions(op_group.index[first : first + call.size], op_group.ends[number])
 
@@ -273,13 +274,13 @@ def make_plan(
             places[group.op] = number + 1, first + len(group.nodes)
         calls.append(Call(group.op, len(group.nodes), tuple(arguments), results, group.segments, place))
     roots = types.roots if any(len(slots) for slots, _ in types.roots) else ()  # an empty minibatch has none
-    roots = tuple(layout.read(slots, fields, None, f"root {number}") for number, (slots, fields) in enumerate(roots))
+    reads = tuple(layout.read(slots, fields, None, f"root {number}") for number, (slots, fields) in enumerate(roots))
     columns = [
         Column(count, layout.index(column), devices[column % len(devices)] if devices else None)
         for column, count in enumerate(layout.num_rows)
     ]
-    found = {op: _op_group([call.segments for call in calls if call.op == op]) for op in places}
-    return Plan(tuple(calls), tuple(columns), tuple(inputs), roots, max(1, len(devices)), found)
+    found = {op: _op_group([call.segments or () for call in calls if call.op == op]) for op in places}
+    return Plan(tuple(calls), tuple(columns), tuple(inputs), reads, max(1, len(devices)), found)
 
 
 def _signature(group: Group, types: Types) -> Signature:

@@ -54,7 +54,7 @@ class Template:
             np.array([numbers.index(call.op) for call in calls]),
             np.array([call.size for call in calls]),
             np.array([call.results[0].rows.start for call in calls]),
-            np.array([call.in_op_group[1] for call in calls]),
+            np.array([call.in_op_group[1] for call in calls if call.in_op_group]),
             np.array([call.arguments[0].rows.start for call in calls]),
         )
 

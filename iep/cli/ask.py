@@ -123,7 +123,7 @@ def main(
         click.echo("The networks that come with the package answer (see --ee).", err=True)
     weights = of_backbone.pop("weights")
     is_chosen = any(value is not None for value in of_backbone.values())
-    decoding = {"beam_size": beam_size, "max_program_length": max_program_length}
+    decoding: dict[str, Any] = {"beam_size": beam_size, "max_program_length": max_program_length}
     model = load(
         *[path for path in (ee, baseline) if path],
         pg=pg,
@@ -220,7 +220,7 @@ def _check_options(context: click.Context) -> None:
 
     no_network = "no network answers: give --ee CKPT"
     symbolic = "symbolic executes programs on the objects in a split's images, as iep-eval --ee symbolic --images DIR"
-    problems = [
+    problems: list[tuple[Any, str]] = [
         ("port" in given and "serve" not in given, "--port is for --serve"),
         (str(context.params["ee"]) == SYMBOLIC, f"{symbolic}; expected a checkpoint, a run or default"),
     ]

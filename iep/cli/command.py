@@ -1,6 +1,7 @@
 """The base of all commands: `--version`, and errors and signals as one line and an exit code, not a traceback."""
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ LOST_WORKER = "DataLoader worker (pid"
 
 def describe_os_error(error: OSError) -> str:
     """Return one line about an operating system error, with the file if it is known."""
-    what = FULL_DISK.get(error.errno) or error.strerror or str(error)
+    what = FULL_DISK.get(error.errno or 0) or error.strerror or str(error)
     line = f"{error.filename}: {what}" if error.filename else what
     return " ".join(line.split())
 
@@ -41,7 +42,7 @@ class _Stoppable(click.Command):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         _replace_closed_streams()
         os.environ["MPLBACKEND"] = "agg"  # pictures are only written to files, and other backends may be missing
-        if sys.stdout.errors == "strict":
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for other characters
         tqdm.get_lock()  # creates it before a signal can interrupt the first `tqdm.write`, which would fail without it
         with handled():

@@ -28,7 +28,8 @@ class NamedPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         if value == "":
             self.fail(f"the name is empty, expected a {self.name}", param, ctx)
-        return super().convert(value, param, ctx)
+        found: Any = super().convert(value, param, ctx)  # a `Path`, as `path_type` says
+        return found
 
 
 class DirectoryPath(NamedPath):

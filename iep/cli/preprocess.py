@@ -119,7 +119,7 @@ def main(
             if workers is None:  # one per core, divided among the processes that torchrun started on this machine
                 processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
                 workers = max(1, min(len(os.sched_getaffinity(0)), 8) // processes)
-            how = {"dtype": dtype, "device": torch_device, "batch_size": batch_size, "workers": workers}
+            how: dict[str, Any] = {"dtype": dtype, "device": torch_device, "batch_size": batch_size, "workers": workers}
             preprocess_features(images, out, model, **how, overwrite=overwrite, say=say, verify=verify)
 
 

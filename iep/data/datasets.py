@@ -7,6 +7,7 @@ Shapes: B examples, N distinct images of a batch, T question tokens, L program t
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +65,9 @@ class Batch:
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Return the batch with `function` of its tensors and of the plan's."""
-        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors: dict[str, Any] = {
+            name: function(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **tensors, plan=self.plan and self.plan.map(function))
 
 

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -92,7 +93,7 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
             row = negative[0]
             raise InputError(f"image_idxs, row {row}: {arrays['image_idxs'][row]}, expected 0 or more")
     arrays.setdefault("orig_idxs", np.arange(len(arrays["questions"])))
-    parts = {name: arrays.get(name) for name in DATASETS}
+    parts: dict[str, Any] = {name: arrays.get(name) for name in DATASETS}
     return Questions(path=Path(path), families=parts.pop("question_families"), **parts)
 
 

@@ -73,16 +73,19 @@ class Future:
         """
         if self._value is None:
             self._recording.run(f"a value is read at {_users_line()}")
+        assert self._value is not None
         return self._value
 
-    shape, dtype, device = (property(lambda self, n=n: self._recording.specs[self._column][n]) for n in range(3))
+    shape = property(lambda self: self._recording.specs[self._column].shape)
+    dtype = property(lambda self: self._recording.specs[self._column].dtype)
+    device = property(lambda self: self._recording.specs[self._column].device)
     ndim = property(lambda self: len(self.shape))
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __iter__(self) -> Iterator["Future"]:
-        return iter(torch.unbind(self))
+        return iter(torch_function(torch.unbind, (self,), {}))
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name)  # raises AttributeError if tensors have no such attribute

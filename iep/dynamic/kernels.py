@@ -32,6 +32,7 @@ from iep.dynamic.rowwise import deferrable, is_batched
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
 MOST_KERNELS = 256
 """The greatest number of kernels of one function or module that are kept."""
+NO_RESULT, _ = split(None)
 REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 """The dicts of every module: parameters, buffers, parts and hooks of all kinds."""
 _one_at_a_time = threading.RLock()
@@ -56,11 +57,11 @@ class Kernel:
     """The way in which similar calls run, and the structure of their results. It holds no function and no tensors."""
 
     how: str
-    reason: str | None = None
-    """The reason why the calls are not batched; None if they are."""
+    reason: str = ""
+    """The reason why the calls are not batched; empty if they are."""
     outputs: tuple[Spec, ...] = ()
-    result: Nested | None = None
-    """The structure of the result of a call."""
+    result: Nested = NO_RESULT
+    """The structure of the result of a call; not known if `how` is `NOW`."""
     grads: tuple[bool, ...] = ()
     """Whether each output can require a gradient; a detached tensor cannot."""
 
@@ -96,7 +97,7 @@ def kernel_of(function: Callable, arguments: Nested, modes: tuple, specs: Sequen
     Kernels of modules and of PyTorch's functions are kept for later scopes. Those of the user's functions are not, as
     these functions may depend on more than their arguments.
     """
-    kernels = {}
+    kernels: dict[tuple, Kernel] = {}
     if isinstance(function, nn.Module):
         kernels = _of_modules.setdefault(function, kernels)
     elif (getattr(function, "__module__", None) or "torch").startswith("torch"):
@@ -127,7 +128,8 @@ def _find_kernel(function: Callable, arguments: Nested, specs: Sequence[Spec]) -
     if any(leaf._version for leaf in leaves):
         raise in_place_error(name_of(function))
     reason = fake.why_singly()
-    is_rowwise = is_batched(function, *arguments.fill([LEAF] * len(specs)), specs)
+    args, kwargs = arguments.fill([LEAF] * len(specs))
+    is_rowwise = is_batched(function, args, kwargs, specs)
     how = SINGLY if reason else DIRECT if is_rowwise else VMAP
     kernel = Kernel(how, reason, tuple(map(Spec.of, tensors)), result, tuple(one.requires_grad for one in tensors))
     if not tensors or (reason and _has_statics(kernel)):
@@ -147,7 +149,7 @@ def _empty(spec: Spec) -> Tensor:
 
 
 def _has_statics(kernel: Kernel) -> bool:
-    return kernel.result is not None and any(part is not None and part is not LEAF for part in kernel.result.parts)
+    return any(part is not None and part is not LEAF for part in kernel.result.parts)
 
 
 def _text(failure: Exception) -> str:
@@ -256,15 +258,15 @@ class FakeRun(TorchFunctionMode):
             return MethodType(function.__func__, self._twin_of(function.__self__))
         return function
 
-    def why_singly(self) -> str | None:
-        """Return the reason why a call on many samples would silently differ from one call for each, or None."""
+    def why_singly(self) -> str:
+        """Return the reason why a call on many samples would silently differ from one call for each, or ""."""
         for twin, before in self._buffers.items():
             if has_backward_hooks(twin):
                 return f"{type(twin).__name__} has backward hooks, which are called for each sample"
             changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
             if changed:
                 return f"{type(twin).__name__} changes its buffer {changed[0]}"
-        return "scale_grad_by_freq counts the indices of all samples" if self._counts_indices else None
+        return "scale_grad_by_freq counts the indices of all samples" if self._counts_indices else ""
 
     def _twin_of(self, module: nn.Module) -> nn.Module:
         if module in self._twins:

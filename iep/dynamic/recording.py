@@ -81,7 +81,8 @@ class Recording:
         """Release everything that futures do not refer to."""
         self._start()
         self._constants.clear()
-        self._run, self.is_over = None, True
+        self.is_over = True
+        del self._run
 
     def _note(self, function: Callable, tensors: Iterable[Tensor] = ()) -> tuple:
         """Note the versions of tensors, and return the state of a module on which its calls depend."""
@@ -128,7 +129,7 @@ class Recording:
         if op is None:
             self._add_op(tuple(key), function, args, kwargs)
             return self.record(function, args, kwargs)
-        if type(op) is Kernel:
+        if isinstance(op, Kernel):
             return op.result.fill(()) if op.how == STATIC else self._run_now(function, args, kwargs, op.reason)
 
         address, held, futures = len(self.node_op) * MOST_RESULTS, self._held, []

@@ -14,8 +14,8 @@ class OpReport:
     shapes: str
     """The shapes of the results."""
     how: str
-    reason: str | None
-    """The reason why the calls are not batched; None if they are."""
+    reason: str
+    """The reason why the calls are not batched; empty if they are."""
     nodes: int = 0
     """The number of recorded calls that have run; with `share`, equal calls count once."""
     calls: int = 0

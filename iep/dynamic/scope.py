@@ -73,12 +73,13 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         self._listed = frozenset().union(*(each.modules() if isinstance(each, LISTS) else [each] for each in modules))
         self._by_op, self._scheduler = granularity == "op", scheduler
         self._share, self._defer = share, defer_weight_grads
-        self._report, self._recording = BatchingReport(), None
+        self._report, self._is_entered = BatchingReport(), False
         self._is_hooked = cache(has_backward_hooks)
 
     def __enter__(self) -> Self:
-        if self._recording is not None:
+        if self._is_entered:
             raise ValueError("a scope can be entered once: make another")
+        self._is_entered = True
         buffers = [buffer for module in self._listed for buffer in module.buffers()]
         self._recording = Recording(self._run, self._report.ran_at_once, buffers)
         self.handles = self._listed.__contains__ if self._listed else _is_layer
@@ -164,7 +165,7 @@ def _module_calls_recorded() -> Iterator[None]:
     global _open_scopes, _original_call
     with _lock:
         if not _open_scopes:
-            _original_call, nn.Module.__call__ = nn.Module.__call__, _call
+            _original_call, nn.Module.__call__ = nn.Module.__call__, _call  # type: ignore[method-assign]  # every call passes here
         _open_scopes += 1
     try:
         yield
@@ -172,7 +173,7 @@ def _module_calls_recorded() -> Iterator[None]:
         with _lock:
             _open_scopes -= 1
             if not _open_scopes:
-                nn.Module.__call__ = _original_call
+                nn.Module.__call__ = _original_call  # type: ignore[method-assign]
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -166,7 +166,8 @@ class VertexNetwork:
             lambda: self._make_plan(graph, fields, pulls, len(samples), scheduler),
             graph.num_nodes,
             f"{scheduler} {sharing} {self._kind}",
-            *(len(samples), graph.num_inputs, graph.op, graph.args, graph.roots, pulls, *fields),
+            *(len(samples), graph.num_inputs),
+            *(graph.op, graph.args, graph.roots, pulls, *fields),
         )
         ids = np.concatenate([np.empty(0, dtype=np.int64), *all_rows.values()])[order]
         rows = torch.from_numpy(ids).split([len(each) for each in all_rows.values()])
@@ -205,9 +206,9 @@ class VertexNetwork:
         last, *pushing = np.split(graph.roots, np.cumsum([num_samples, *map(len, fields)])[:-1])
         # An output that no vertex of the minibatch pushes has no shape and is omitted.
         pushed = [root for root in zip(pushing, fields, strict=True) if len(root[0])]
-        roots = (*((last, state) for state in range(len(self.shapes))), *pushed)
+        states: list[tuple[np.ndarray, np.ndarray | int]] = [(last, state) for state in range(len(self.shapes))]
         signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
-        types = Types(pulls + self._column[self.pulls[0]], signatures, roots)
+        types = Types(pulls + self._column[self.pulls[0]], signatures, (*states, *pushed))
         return schedule, make_plan(graph, schedule, types), order
 
     def _function(self, op: int) -> tuple[VertexFunction, int]:
@@ -233,7 +234,7 @@ class VertexNetwork:
 
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
             """Run the function on the rows that it pulls, followed by the states that it gathers."""
-            gathered = arguments[first:]
+            gathered: Sequence[Tensor] = arguments[first:]
             if not num_children:
                 like = arguments[0]
                 dtype = self.dtype or (like.dtype if like.is_floating_point() else torch.get_default_dtype())

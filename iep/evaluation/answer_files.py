@@ -46,7 +46,9 @@ def open_questions(path: Path) -> tuple[Vocab, Questions]:
     found = load_questions(path)
     vocab = build_vocab(found, 1)
     arrays = {name: each.astype(np.int64) for name, each in encode(found, vocab, str(path), encode_unk=False).items()}
-    parts = {name: arrays.get(name) for name in ("questions", "image_idxs", "orig_idxs", "programs", "answers")}
+    parts: dict[str, Any] = {
+        name: arrays.get(name) for name in ("questions", "image_idxs", "orig_idxs", "programs", "answers")
+    }
     return vocab, Questions(path=path, families=arrays.get("question_families"), **parts)
 
 

@@ -163,9 +163,9 @@ def _by_type(outcome: Outcome, others: Sequence[Report]) -> list[dict[str, Any]]
         wanted = None if types is None else [QUESTION_TYPES.index(name) for name in types]
         chosen_N = np.ones(len(outcome.types), bool) if wanted is None else np.isin(outcome.types, wanted)
         if chosen_N.any():
-            is_group = types is None or len(types) > 1
             accuracies = [mean_accuracy(other, types) for other in others]
-            name, value = label if is_group else types[0], ",".join(types or ())
+            is_group = types is None or len(types) > 1
+            name, value = types[0] if types and not is_group else label, ",".join(types or ())
             rows.append(_row(outcome, chosen_N, name, value, is_group=is_group, others=accuracies))
     return rows
 

@@ -41,7 +41,7 @@ ANSWERS, ANSWERS_JSON = "answers.txt", "answers.json"
 OUTPUTS = (PREDICTIONS, REPORT, ANSWERS, ANSWERS_JSON)
 
 
-def content_tokens(indices: Sequence[int], tokens: Sequence[str]) -> list[str]:
+def content_tokens(indices: Sequence[int] | np.ndarray, tokens: Sequence[str]) -> list[str]:
     """Return the tokens between `<START>` and `<END>`, or up to the padding where there is no `<END>`."""
     indices = np.asarray(indices).tolist()
     if END in indices:

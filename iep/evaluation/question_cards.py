@@ -142,7 +142,7 @@ def differ(one: Line | None, other: Line | None) -> bool:
 
 def side_by_side(left: Sequence[Line], right: Sequence[Line]) -> list[tuple[Line | None, Line | None]]:
     """Return the lines of both trees as rows of two columns, with equal lines in the same row as far as possible."""
-    matcher = SequenceMatcher(None, *([line[1:] for line in lines] for lines in (left, right)), autojunk=False)
+    matcher = SequenceMatcher(None, [line[1:] for line in left], [line[1:] for line in right], autojunk=False)
     blocks = (zip_longest(left[a:b], right[c:d]) for _, a, b, c, d in matcher.get_opcodes())
     return list(chain.from_iterable(blocks))
 

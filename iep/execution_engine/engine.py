@@ -9,6 +9,7 @@ Shapes: B examples, L program tokens, C H W feature maps, A answers.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,7 +174,7 @@ class ExecutionEngine(nn.Module):
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
             sharing = not training or not any(isinstance(layer, NOT_ROW_BY_ROW) for layer in layers)
-        own = {
+        own: dict[str, Any] = {
             "program_tokens": self.program_tokens,
             "roles": self.roles,
             "placement": self.placement,

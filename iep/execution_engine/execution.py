@@ -29,14 +29,14 @@ With `defer`, the weight gradients of calls are deferred."""
 
 def run_calls(plan: ProgramPlan, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
     """Run one function in each call, or all of one number of arguments if they share their weights."""
-    return execute(plan.plan, modules | grouped_modules(plan.plan, modules), inputs, defer)
+    return execute(plan.plan, {**modules, **grouped_modules(plan.plan, modules)}, inputs, defer)
 
 
 def run_kernels(plan: ProgramPlan, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
     """Run all functions of an op group in each call, by Triton's kernels, which always defer weight gradients."""
     from iep.batching.fused import kernel_modules  # which needs Triton
 
-    return execute(plan.plan, modules | kernel_modules(plan.plan, modules), _for_kernels(inputs), True)
+    return execute(plan.plan, {**modules, **kernel_modules(plan.plan, modules)}, _for_kernels(inputs), True)
 
 
 class CudaGraphs:
@@ -67,4 +67,4 @@ def _for_kernels(inputs: Inputs) -> Inputs:
     """Return inputs in the dtype of autocast, in which kernels then compute, with maps in channels-last format."""
     if (dtype := autocast_dtype(inputs[MAP])) is not None:
         inputs = {kind: each.to(dtype) for kind, each in inputs.items()}
-    return inputs | {MAP: inputs[MAP].contiguous(memory_format=torch.channels_last)}
+    return {**inputs, MAP: inputs[MAP].contiguous(memory_format=torch.channels_last)}

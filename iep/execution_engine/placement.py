@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from torch import nn
 
 from iep.batching.placement import OpPlacement, longest_first
 from iep.errors import InputError, nearest
@@ -201,7 +200,7 @@ def read_placement(path: Path, parts: Sequence[str], devices: Sequence[str]) -> 
     return Placement(tuple(devices), {part: _position(content[part], part, path, devices) for part in parts})
 
 
-def _position(value: object, part: str, path: Path, devices: Sequence[str]) -> int:
+def _position(value: Any, part: str, path: Path, devices: Sequence[str]) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(devices):
         return value
     count = list(devices).count(value)
@@ -212,7 +211,7 @@ def _position(value: object, part: str, path: Path, devices: Sequence[str]) -> i
     return devices.index(value)
 
 
-def costs_of(engine: nn.Module, sample: Sample) -> Costs:
+def costs_of(engine: Any, sample: Sample) -> Costs:
     """Return the costs of an `ExecutionEngine` that `iep.models.build.build` made, for the programs of `sample`.
 
     Raises:
@@ -232,13 +231,13 @@ def costs_of(engine: nn.Module, sample: Sample) -> Costs:
     return Costs(flops, {part: calls[part] * flops[part] for part in engine.parts})
 
 
-def _flops_of_parts(engine: nn.Module) -> dict[str, float]:
+def _flops_of_parts(engine: Any) -> dict[str, float]:
     """Return `Costs.flops`, counted with a copy of the engine on the device `meta`."""
     from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
     copy = deepcopy(engine).to("meta").eval()  # a batch norm would not train on one example
     sides = [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")]
-    flops = {}
+    flops: dict[str, float] = {}
 
     def run(part: str, *arguments: torch.Tensor) -> torch.Tensor:
         with FlopCounterMode(display=False) as counter:
@@ -262,7 +261,7 @@ def describe_placement(option: str, placement: Placement, work: Mapping[str, flo
         start = f"  {label:<{width}}  {len(parts):2} parts  "
         if work is not None:
             start += f"{100 * sum(work[part] for part in parts) / sum(work.values()):3.0f}% of work  "
-        indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
+        indents: dict[str, Any] = {"initial_indent": start, "subsequent_indent": " " * len(start)}
         lines += textwrap.wrap(" ".join(parts), WIDTH, break_on_hyphens=False, **indents) or [start.rstrip()]
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ Shapes: L program tokens, C H W maps (C is 1 for an attention), A answers.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class Trace:
     """The answer logits, (1, A)."""
 
 
-def trace(engine: nn.Module, features_1CHW: Tensor, program_L: Sequence[int]) -> Trace:
+def trace(engine: Any, features_1CHW: Tensor, program_L: Sequence[int]) -> Trace:
     """Run a program, well-formed or not, and return the value of every function.
 
     Args:
@@ -52,7 +53,7 @@ def trace(engine: nn.Module, features_1CHW: Tensor, program_L: Sequence[int]) ->
     return Trace(tree, tuple(outputs), engine.classifier(result_1CHW))
 
 
-def run_tree(engine: nn.Module, tree: ProgramTree, stem_1CHW: Tensor) -> tuple[list[Tensor], Tensor]:
+def run_tree(engine: Any, tree: ProgramTree, stem_1CHW: Tensor) -> tuple[list[Tensor], Tensor]:
     """Return the value of every node of a program's tree, and what the classifier reads, (1, C, H, W)."""
     scene = engine.module_set.scene_values(stem_1CHW)
     kinds: list[int | None] = [None] * len(tree.nodes)  # None: any kind, such as that of `scene`
@@ -82,7 +83,7 @@ def saliency_maps(trace: Trace, saliency: str) -> list[Tensor]:
             the likeliest answer's logit by that output (Johnson et al. 2017, section 4.2 and figure 3, which take the
             sum of all logits and the last map alone), 0 where the logit does not depend on it.
     """
-    values = trace.outputs
+    values: Sequence[Tensor] = trace.outputs
     if saliency == "gradient":
         learnt = [output for output in values if output.requires_grad]  # a scene of ones has no gradient
         found = torch.autograd.grad(trace.logits.max(), learnt, materialize_grads=True) if learnt else ()

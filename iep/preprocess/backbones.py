@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -261,7 +262,7 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
 
 
 @torch.no_grad()
-def randomize(model: nn.Module) -> None:
+def randomize(model: Any) -> None:
     """Initialise a torchvision ResNet at random, so that its features are about as large as with pretrained weights.
 
     torchvision's own random weights are for training, where batch norms use the statistics of the batch. Here batch

@@ -39,7 +39,7 @@ def image_directories(clevr_dir: Path) -> dict[str, Path]:
 
 def question_files(clevr_dir: Path) -> dict[str, Path]:
     """Return the question file of each split of CLEVR, CLEVR-Humans or CLOSURE; train, val and test are first."""
-    found = {}
+    found: dict[str, Path] = {}
     for folder, pattern in _QUESTION_FILES:
         directory = clevr_dir / folder
         for path in sorted(directory.iterdir()) if directory.is_dir() else ():

@@ -136,7 +136,7 @@ def _row(question: dict[str, Any], position: int, num_images: int) -> Row:
     text, image, answer = question_text(question), image_index(question), answer_token(question.get("answer"))
     if not 0 <= image < num_images:
         raise InputError(f"is about image {image}, but there are {num_images} images (0 to {num_images - 1})")
-    details = {"question_index": question_index(question, position), "image_index": image}
+    details: dict[str, Any] = {"question_index": question_index(question, position), "image_index": image}
     if question.get("program"):
         tokens = json_to_prefix(question["program"])
         details |= {"question_type": question_type(tokens[0])}
@@ -172,7 +172,7 @@ def choose(split: SplitFiles, max_length: int | None = None, per_type: int | Non
     order = [n for n, kind in enumerate(kinds) if kind is not None]
     if not order:
         raise InputError(f"{split.questions}: no question has a program of at most {max_length} functions")
-    flags, taken = bytearray(len(kinds)), Counter()
+    flags, taken = bytearray(len(kinds)), Counter[Any]()
     for n in order if per_type is None else _balanced(order, kinds, Random(f"{seed}/{split.name}")):
         flags[n] = per_type is None or taken[kinds[n][0]] < per_type
         taken[kinds[n][0]] += flags[n]

@@ -79,7 +79,7 @@ def preprocess_questions(
     load = cache(lambda split: load_questions(files[split]))
     digests = {split: file_digest(path) for split, path in files.items()}
     vocab, source, made_from = _vocabulary(files, digests, out, options, load)
-    common = {"vocab_digest": vocab.digest, "encode_unk": int(options.encode_unk)}
+    common: dict[str, str | int] = {"vocab_digest": vocab.digest, "encode_unk": int(options.encode_unk)}
     recipes = {split: {"questions_digest": digest, **common} for split, digest in digests.items()}
 
     def check(path: Path, recipe: Recipe) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,10 @@ def broadcast(value: T) -> T:
     return values[0]
 
 
+@overload
+def attempt(make: Callable[[], T]) -> T: ...
+@overload
+def attempt(make: Callable[[], T], here: bool) -> T | None: ...
 def attempt(make: Callable[[], T], here: bool = True) -> T | None:
     """Return what `make()` returns in the processes where `here` is set, and None in the others.
 

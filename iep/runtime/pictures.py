@@ -1,6 +1,7 @@
 """A matplotlib figure -> a file with the same bytes each time; and the colours of maps."""
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
@@ -17,6 +18,6 @@ def save(figure: Figure, path: Path, dpi: float = DPI) -> None:
     kind = path.suffix.removeprefix(".").lower()
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     # Fixed identifiers and no date make the bytes reproducible. Text remains text.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "iep", "image.composite_image": False}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "iep", "image.composite_image": False}
     with rc_context(settings), atomic_path(path) as temporary:
         figure.savefig(temporary, format=kind, dpi=dpi, bbox_inches="tight", metadata=dated.get(kind))

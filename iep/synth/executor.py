@@ -4,8 +4,9 @@ Follows the catalogue of functions in Johnson et al. 2017 (CLEVR), supplement. B
 file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from iep.programs import call_token
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
@@ -127,7 +128,7 @@ def _call(name: str, inputs: list, values: list[str], facts: Facts) -> int | boo
     return _PLAIN[name](facts, *inputs)
 
 
-_PLAIN = {
+_PLAIN: dict[str, Callable[..., Any]] = {
     "scene": lambda facts: facts.everything,
     "unique": lambda facts, objects: only(objects),
     "union": lambda facts, left, right: left | right,

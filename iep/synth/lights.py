@@ -19,7 +19,7 @@ TINY = np.float32(1e-9)
 SHARPEST = 0.03  # half the width of a shadow's edge where the thing touches the point
 
 
-def irradiance(lamp: Lamp, x: Grid, y: Grid, z: Grid, normal: Grid | None = None) -> Grid:
+def irradiance(lamp: Lamp, x: Grid, y: Grid, z: Grid | np.float32, normal: Grid | None = None) -> Grid:
     """Return the unhidden light from a lamp of strength 1 at points with these normals (None: straight up)."""
     to_x, to_y, to_z = (np.float32(at_lamp) - at for at_lamp, at in zip(lamp.position, (x, y, z), strict=True))
     square = to_x * to_x + to_y * to_y + to_z * to_z
@@ -29,7 +29,7 @@ def irradiance(lamp: Lamp, x: Grid, y: Grid, z: Grid, normal: Grid | None = None
     return facing * np.maximum(dot(axis, (to_x, to_y, to_z)), 0) / (square * square)
 
 
-def shadow(thing: Thing, lamp: Lamp, x: Grid, y: Grid, z: Grid) -> Grid:
+def shadow(thing: Thing, lamp: Lamp, x: Grid, y: Grid, z: Grid | np.float32) -> Grid:
     """Return the share of the lamp, 0 to 1, that a thing hides from points outside the thing."""
     bevel = np.float32(thing.extent * BEVEL[thing.shape])
     core = np.float32(thing.extent) - bevel

@@ -12,7 +12,7 @@ from random import Random
 
 from iep.synth.world import ATTRIBUTES, VALUES
 
-Description = tuple[str | None, str | None, str | None, str | None]
+Description = tuple[str | None, ...]
 
 # Every description: a value or None for each of ATTRIBUTES, 324 in all. A description's index is its position here.
 DESCRIPTIONS: tuple[Description, ...] = tuple(product(*((None, *VALUES[attribute]) for attribute in ATTRIBUTES)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from iep.synth.scenes import SceneRules
 
@@ -49,7 +50,7 @@ CLOSURE_EMPHASIS = dict.fromkeys(("embed_mat_spa", "embed_spa_mat", "or_mat", "o
 """These groups of CLOSURE have a third of the families of the others."""
 
 
-def resolve(preset: str, scene: dict, **given: int | bool | str | None) -> Options:
+def resolve(preset: str, scene: dict, **given: Any) -> Options:
     """Return a preset's options, replaced by those that are given (not None); `scene` holds those of the rules."""
     base = PRESETS[preset]
     if given.get("families") == "closure":

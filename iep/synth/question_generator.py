@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -211,7 +212,7 @@ def _find_comparison(family: Family, search: Search, answer: str) -> tuple | Non
     return None
 
 
-_COMPARE: dict[str, Callable[[int, np.ndarray], np.ndarray]] = {
+_COMPARE: dict[str, Callable[[int, np.ndarray], Any]] = {
     "equal_integer": lambda left, right: left == right,
     "less_than": lambda left, right: left < right,
     "greater_than": lambda left, right: left > right,

@@ -92,7 +92,10 @@ def _box(thing: Thing, camera: Camera, width: int, height: int, samples: int) ->
         corners = [(x + a * along - b * across, y + a * across + b * along) for a in (-1, 1) for b in (-1, 1)]
     points = [(float(cx), float(cy), z + c * reach) for cx, cy in corners for c in (-1, 1)]
     box = box_around(points, camera, width, height)
-    return box and tuple(slice(part.start * samples, part.stop * samples) for part in box)
+    return box and (
+        slice(box[0].start * samples, box[0].stop * samples),
+        slice(box[1].start * samples, box[1].stop * samples),
+    )
 
 
 def _first_hit(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:
@@ -148,7 +151,7 @@ def intersect(thing: Thing, origin: Grid, ray: Grid | list[Grid]) -> Grid:
     return np.where(depth > 0, depth, np.float32(np.inf))
 
 
-def _hit_quadratic(origin: Grid, ray: list[Grid], axes: int, radius: float) -> Grid:
+def _hit_quadratic(origin: Grid, ray: Grid | list[Grid], axes: int, radius: float) -> Grid:
     """Return the nearest depth on a sphere (3 axes) or an infinite upright cylinder (2 axes) around the origin."""
     a = sum(ray[k] * ray[k] for k in range(axes))
     b = sum(origin[k] * ray[k] for k in range(axes))
@@ -157,7 +160,7 @@ def _hit_quadratic(origin: Grid, ray: list[Grid], axes: int, radius: float) -> G
     return np.where(np.isnan(depth), np.float32(np.inf), depth)
 
 
-def _hit_cylinder(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
+def _hit_cylinder(origin: Grid, ray: Grid | list[Grid], half: np.float32) -> Grid:
     """Return the nearest depth on a cylinder as high as wide, seen from above its top."""
     side = _hit_quadratic(origin, ray, 2, float(half))
     height = origin[2] + side * ray[2]
@@ -167,7 +170,7 @@ def _hit_cylinder(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
     return np.where((x * x + y * y <= half * half) & (top > 0), np.minimum(top, side), side)
 
 
-def _hit_box(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
+def _hit_box(origin: Grid, ray: Grid | list[Grid], half: np.float32) -> Grid:
     """Return the nearest depth on a cube around the origin (slab method)."""
     enter, leave = np.float32(-np.inf), np.float32(np.inf)
     for k in range(3):

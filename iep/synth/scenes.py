@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from iep.errors import InputError
 from iep.synth.world import COLORS_OF_SHAPE, LAMPS, RADIUS, RELATIONS, VALUES, Lamp, Vector
 
@@ -67,7 +69,8 @@ class Camera:
         across, down = ((column - width / 2) / (FOCAL * width), (row - height / 2) / (FOCAL * width))
         ray = [f + across * r - down * u for f, r, u in zip(self.forward, self.right, self.up, strict=True)]
         distance = (z - self.position[2]) / ray[2]
-        return tuple(p + distance * each for p, each in zip(self.position, ray, strict=True))
+        x, y, z = (p + distance * each for p, each in zip(self.position, ray, strict=True))
+        return x, y, z
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Scene:
     lamps: tuple[Lamp, ...] = LAMPS
 
 
-def dot(a: Sequence, b: Sequence) -> Any:
+def dot(a: Sequence | np.ndarray, b: Sequence | np.ndarray) -> Any:
     """Return the dot product of two vectors of numbers or of arrays, written out so that its bits do not depend on the
     linear algebra library and its threads."""
     return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]

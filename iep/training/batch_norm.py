@@ -64,7 +64,7 @@ def average_statistics(networks: Mapping[str, nn.Module]) -> None:
     processes, which must call this together."""
     layers = (layer for network in networks.values() for layer in network.modules())
     norms = [layer for layer in layers if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and layer.training]
-    statistics = [each for norm in norms for each in (norm.running_mean, norm.running_var)]
+    statistics = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
     if statistics:
         means = total(torch.cat(statistics)) / world_size()
         for each, mean in zip(statistics, means.split([len(each) for each in statistics]), strict=True):

@@ -6,9 +6,11 @@ the loss of a minibatch, and finds the examples that are answered correctly. `TA
 Shapes: B examples, T question tokens, L program tokens, A answers.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from iep.backbone.augment import augmented
 from iep.backbone.network import compare, find_objects, scene_loss
@@ -38,7 +40,7 @@ class Task:
 
     examples = "questions"
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module]):
+    def __init__(self, config: Config, networks: dict[str, Any]):
         """Take the networks.
 
         Raises:
@@ -110,7 +112,7 @@ class GeneratorTask(Task):
     def correct(self, batch: Batch) -> Tensor:
         """Return (B,) booleans: the greedily decoded program is the true one, token for token."""
         programs_BL = greedy(self.networks["generator"], batch.questions, self.config.max_program_length)
-        return torch.from_numpy(exact_match(programs_BL.cpu(), batch.programs.cpu()))
+        return torch.from_numpy(exact_match(programs_BL.cpu().numpy(), batch.programs.cpu().numpy()))
 
 
 class EngineTask(Task):
@@ -119,7 +121,7 @@ class EngineTask(Task):
     The programs are the true ones, or those that a fixed generator has predicted.
     """
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module]):
+    def __init__(self, config: Config, networks: dict[str, Any]):
         super().__init__(config, networks)
         self.engine = networks["engine"]
         if config.attention_penalty and not self.engine.makes_attentions:
@@ -173,7 +175,7 @@ class JointTask(EngineTask):
     is left out.
     """
 
-    def __init__(self, config: Config, networks: dict[str, nn.Module]):
+    def __init__(self, config: Config, networks: dict[str, Any]):
         super().__init__(config, networks)
         self.generator = networks["generator"]
         self.state = {"reward_baseline": 0.0}
