@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_data import newest, tiny
 from train_cases import iep_train, rows
 
@@ -28,6 +29,20 @@ def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):
     steps = [row for row in rows(tbd) if "loss" in row]
     assert all(0 < row["attention_penalty"] < row["loss"] for row in steps)
     assert "modules: tbd" in (tbd / "config.yaml").read_text()
+
+
+def test_validation_names_modules_without_attention_anywhere(data: Path, tbd: Path, tmp_path: Path):
+    content = torch.load(newest(tbd), weights_only=True)
+    for name, value in content["networks"]["engine"]["weights"].items():
+        if name.endswith("conv3.bias"):
+            value.fill_(-99.0 if "[red]" in name else 99.0)
+    torch.save(content, tmp_path / "start.pt")
+    given = ("--data", data, "--ee", tmp_path / "start.pt", "--freeze", "modules", *tiny("ee"))
+    result = iep_train(*given, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    (line,) = {line.partition("the attention of ")[2] for line in result.output.splitlines() if "never exceeds" in line}
+    assert "filter_color[red]" in line
+    assert "filter_color[green]" not in line
 
 
 def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Path, tmp_path: Path):

@@ -94,6 +94,23 @@ class ExecutionEngine(nn.Module):
         """True if some module returns attentions that the penalty on attentions counts."""
         return any(role is not None and role.is_penalized for role in self.roles)
 
+    @contextmanager
+    def greatest_attentions(self) -> Iterator[dict[str, float]]:
+        """Record the greatest attention that each function returns in the block, by its token.
+
+        Functions of an op group then have calls of their own.
+        """
+        greatest: dict[str, float] = {}
+
+        def record(token: str, module: nn.Module, inputs: tuple, result: torch.Tensor) -> None:
+            greatest[token] = max(greatest.get(token, 0.0), result.amax().item())
+
+        with ExitStack() as hooks:
+            for op, token in self._runs.items():
+                if self.roles[op].is_penalized:
+                    hooks.enter_context(getattr(self, token).register_forward_hook(partial(record, token)))
+            yield greatest
+
     @property
     def can_be_captured(self) -> bool:
         """True if Triton's kernels run all modules in place, so that a CUDA graph can run them."""

@@ -276,12 +276,18 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, batches: Iterable[Batch]) -> float:
-        """Return the share of examples that the task gets right."""
+        """Return the share of examples that the task gets right, and write its notes on the networks."""
         self._train_mode(False)
         what = f"validation with {self.config.val_batch_size} {self.task.examples} at a time"
-        with enough_memory(self.device, what, "val_batch_size"), autocast(self.device, self.config.precision):
+        with (
+            enough_memory(self.device, what, "val_batch_size"),
+            autocast(self.device, self.config.precision),
+            self.task.validating() as notes,
+        ):
             correct = [self.task.correct(batch) for batch in in_step(on_device(batches, self.device))]
         self._train_mode(True)
+        for note in notes if is_main() and self.step else ():
+            tqdm.write(f"{self.config.model} iteration {self.step}: {note}")
         counts = torch.tensor([sum(int(correct_B.sum()) for correct_B in correct), sum(map(len, correct))])
         right, questions = total(counts).tolist()
         return right / questions

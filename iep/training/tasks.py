@@ -6,6 +6,8 @@ the loss of a minibatch, and finds the examples that are answered correctly. `TA
 Shapes: B examples, T question tokens, L program tokens, A answers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from iep.training.freezing import is_trained
 from iep.vocab import NULL
 
 Metrics = dict[str, Tensor]
+DEAD = 0.5
+"""The attention that a module which has learned its function exceeds somewhere."""
 
 
 class Task:
@@ -88,6 +92,11 @@ class Task:
         """Return the loss, which is a scalar to differentiate, and the metrics of the step, which are means as well."""
         return _answer_loss(self.logits(batch), batch.answers)
 
+    @contextmanager
+    def validating(self) -> Iterator[list[str]]:
+        """Watch a validation, the block; the list that it yields has notes on the networks after it."""
+        yield []
+
     def correct(self, batch: Batch) -> Tensor:
         """Return (B,) booleans: the likeliest answer is the true one."""
         return self.logits(batch).argmax(1) == batch.answers
@@ -142,6 +151,15 @@ class EngineTask(Task):
 
     def logits(self, batch: Batch) -> Tensor:
         return self._forward(batch)[0]
+
+    @contextmanager
+    def validating(self) -> Iterator[list[str]]:
+        notes: list[str] = []
+        with self.engine.greatest_attentions() as greatest:
+            yield notes
+        dead = [token for token, attention in greatest.items() if attention <= DEAD]
+        if dead:
+            notes.append(f"the attention of {', '.join(dead)} never exceeds {DEAD}")
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the mean cross entropy of an answer plus the attention penalty, and the metrics of the step."""
