@@ -162,7 +162,7 @@ def test_every_source_has_a_row_and_generated_data_are_removed(tmp_path: Path):
     given = ("--images", 3, "--batch-size", 8, "--workers", "0,1", "--repeat", 2, "--out", tmp_path)
     comparisons = report_of(laboratory("loader", *given), tmp_path, "loader")
     assert [each["workers"] for each in comparisons] == [0, 1]
-    names = [f"{source}, {order} order" for source in ("cold", "warm", "memory") for order in ("image", "random")]
+    names = [f"{source}, {order} order" for source in ("cold", "warm") for order in ("image", "random")]
     for each in comparisons:
         assert [row["name"] for row in each["rows"]] == names
         assert all(row["facts"]["GB/s"] > 0 and row["seconds"]["batch"]["repeats"] == 2 for row in each["rows"])
