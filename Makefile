@@ -8,16 +8,19 @@ BIN := .venv/bin
 DEMO ?= runs/demo
 GPU ?= runs/gpu
 
-.PHONY: demo check lint format test gpu lines soak clean
+.PHONY: demo check lint types format test gpu lines soak clean
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh $(DEMO)
 
-check: lint test
+check: lint types test
 
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/mypy
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -46,4 +49,4 @@ soak: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv runs build site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -460,7 +460,7 @@ def overridden(config: Config, given: Given) -> Config:
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested settings by their dotted names."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in settings.items():
         is_nested = isinstance(value, Mapping) and value
         found |= flat(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}

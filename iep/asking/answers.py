@@ -234,10 +234,10 @@ class Answer:
         from iep.asking.picture import draw_answer  # matplotlib takes a second
 
         maps, likeliest = self.maps(saliency), list(self.probabilities.items())[:top]
-        colours = f"Colours: {SALIENCY[saliency]}."
-        return draw_answer(
-            path, self.question or "", self.seen.pixels, likeliest, self.tree, maps, _warnings(self), colours
-        )
+        colours, image, tree = f"Colours: {SALIENCY[saliency]}.", self.seen.pixels, self.tree
+        assert image is not None  # there are maps, so an engine answered
+        assert tree is not None
+        return draw_answer(path, self.question or "", image, likeliest, tree, maps, _warnings(self, tree), colours)
 
     def maps(self, saliency: str = DEFAULT_SALIENCY) -> list[Tensor]:
         """Run the program once more, and return the map (H, W) of each node of `tree`, from 0 to 1.
@@ -249,7 +249,7 @@ class Answer:
         """
         if saliency not in SALIENCY:
             raise InputError(f"saliency is {saliency!r}, expected one of {', '.join(SALIENCY)}")
-        if self.tree is None:
+        if self.tree is None or self.engine is None or self.seen.features_1CHW is None:
             raise InputError("a baseline runs no program that could be drawn")
         traced = trace(self.engine, self.seen.features_1CHW, self.indices)
         pairs = zip(unit_maps(traced, saliency), self.tree.nodes, strict=True)
@@ -290,7 +290,7 @@ def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict
         content |= {"question": answer.question, "unknown_words": [word for word, _ in answer.unknown]}
     likeliest = list(answer.probabilities.items())[:top]
     content["answers"] = [{"answer": name, "probability": round(share, 6)} for name, share in likeliest]
-    if answer.tree is not None:
+    if answer.tree is not None and answer.engine is not None:
         predicted = content_tokens(answer.indices, answer.engine.program_tokens)
         content |= {"program": predicted, "run": tokens_run(answer.tree)}
     if answer.seen.warning:
@@ -300,8 +300,8 @@ def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict
     return content
 
 
-def _warnings(answer: Answer) -> list[str]:
+def _warnings(answer: Answer, tree: ProgramTree) -> list[str]:
     """Return what a picture says about an unusual image, unknown words, and unused parts of the program."""
-    reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
-    ignored = f"ignored after the program's tree: {' '.join(answer.tree.ignored)}" * bool(answer.tree.ignored)
+    reasons = [f"{node.token}: {node.unused}" for node in tree.nodes if node.unused not in ("", NOT_USED)]
+    ignored = f"ignored after the program's tree: {' '.join(tree.ignored)}" * bool(tree.ignored)
     return [line for line in (*answer.warning.splitlines(), *reasons, ignored) if line]

@@ -19,7 +19,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from iep.asking.answers import Answer, SeenImage, Words, read_each, read_program, read_question
@@ -183,6 +183,7 @@ class Model:
         batch = Batch(image_rows_B, rows_BT, None, None, seen.features_1CHW, image_rows_B.numpy())
         programs_BL = rows_BT if are_programs else self.predictor.programs(batch)
         logits_BA = self.predictor.logits(batch, programs_BL)
+        assert logits_BA is not None  # an engine or a baseline answers
         names = [f"question {given.text!r}" if given else f"program {n}" for n, given in enumerate(words, start=1)]
         programs = [()] * len(rows) if programs_BL is None else programs_BL.tolist()
         answers, engine = [], self.predictor.engine
@@ -210,6 +211,8 @@ class Model:
         if not isinstance(self.backbone, Scenes):
             raise InputError(f"{self.path}: only the backbone synth finds objects, which these networks do not have")
         seen = image if isinstance(image, SeenImage) else self.see(image)
+        assert seen.pixels is not None
+        assert seen.found is not None  # this backbone finds objects
         objects = scene_of(seen.found, seen.pixels.size)["objects"]
         for each, confidence_A in zip(objects, seen.found.confidence_NA.tolist(), strict=True):
             del each["rotation"]  # the backbone does not find it
@@ -346,7 +349,7 @@ def load(
     if own != "engine" and (pg is not None or modules is not None):
         raise InputError(f"{path}: a baseline runs no program; {'modules' if pg is None else 'pg'} does not apply")
     answering = place(unpack(held, own, path, modules), on).eval()
-    networks = {"engine" if own == "engine" else "baseline": answering}
+    networks: dict[str, Any] = {"engine" if own == "engine" else "baseline": answering}
     if own == "engine" and (of_pg is not None or "generator" in held["networks"]):
         source = of_pg or path
         of_generator = held if source == path else load_checkpoint(source, PARTS_OF_A_MODEL)
@@ -435,7 +438,7 @@ def _recorded_backbone(
     return backbone, dtype
 
 
-def _likely_backbone(network: nn.Module, path: Path, weights: str | None, say: Callable[[str], None]) -> Backbone:
+def _likely_backbone(network: Any, path: Path, weights: str | None, say: Callable[[str], None]) -> Backbone:
     """Return patches if the network reads features of their shape, else the backbone of the original toolkit (Johnson
     et al. 2017, section 4.1), perhaps with the weights of a file."""
     shape = features_shape(network)

@@ -123,7 +123,9 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
                 about_program = gr.HTML(elem_classes="notes")
         maps = gr.HTML()
         results = [answers, tree, program, maps]
-        shown.change(lambda: (None, *[""] * 5), None, [*results, about_question, about_program], api_name=False)
+        shown.change(
+            lambda: (None, *[""] * 5), None, [*results, about_question, about_program], api_visibility="private"
+        )
         button.click(generate, objects, shown, api_name="generate")
         how: dict[str, Any] = {
             "preprocess": False,  # Gradio would open any file that a request names
@@ -182,12 +184,16 @@ def _beside(image: Path) -> list[Path]:
 
 def _shown(answer: Answer) -> tuple[Any, ...]:
     """Return the page's results: probabilities, the program's tree, its tokens, and maps."""
-    picture, maps = answer.seen.pixels.copy(), []
+    image, tree, engine = answer.seen.pixels, answer.tree, answer.engine
+    assert image is not None  # an engine answers
+    assert tree is not None
+    assert engine is not None
+    picture, maps = image.copy(), []
     picture.thumbnail(SIZE)
-    for node, map_HW in zip(answer.tree.nodes, answer.maps(), strict=True):
-        if answer.engine.module_set.role(node.token) is None:
+    for node, map_HW in zip(tree.nodes, answer.maps(), strict=True):
+        if engine.module_set.role(node.token) is None:
             continue
         uri = data_uri(Image.fromarray((255 * lit(picture, map_HW)).astype(np.uint8)))
         maps.append(f'<figure><img src="{uri}" alt=""><figcaption>{escape(named(node))}</figcaption></figure>')
-    tree = "\n".join(tree_lines(answer.tree, named))
-    return dict(answer.probabilities), tree, answer.program, MAPS.format("".join(maps))
+    lines = "\n".join(tree_lines(tree, named))
+    return dict(answer.probabilities), lines, answer.program, MAPS.format("".join(maps))

@@ -10,6 +10,7 @@ Shapes: C H W maps; H W pixels of an image or cells of a map.
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -139,7 +140,7 @@ def _show(axis: Axes, x: float, y: float, width: float, height: float, pixels: n
     axis.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=GREY, linewidth=0.5, zorder=3))
 
 
-def _write(axis: Axes, x: float, y: float, lines: Sequence[str], **style: object) -> float:
+def _write(axis: Axes, x: float, y: float, lines: Sequence[str], **style: Any) -> float:
     """Write lines of text below each other, the first one at (x, y), and return the y below them."""
     for number, line in enumerate(lines):
         axis.text(x, y + LINE * (number + 0.5), line, va="center", parse_math=False, **style)
@@ -177,7 +178,7 @@ def _draw_tree(
             to, halfway = corners[argument][0] + width / 2, bottom + BETWEEN / 2
             axis.plot((middle, middle, to, to), (bottom, halfway, halfway, y + row), color=GREY, linewidth=1, zorder=1)
         _show(axis, x, y, width, height, lit(image, map_HW))
-        style = {"fontsize": LABEL, "color": GREY if node.is_filled_in or node.unused else DARK}
+        style: dict[str, Any] = {"fontsize": LABEL, "color": GREY if node.is_filled_in or node.unused else DARK}
         axis.text(x + width + NAME_GAP, y + height / 2, "\n".join(lines), va="center", parse_math=False, **style)
     return LEFT + GAP + column * (max(columns) + 1), max(y for _, y in corners) + height
 

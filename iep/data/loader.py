@@ -177,7 +177,9 @@ def _tensor_in(buffers: int, number: int, shape: tuple[int, ...], dtype: np.dtyp
 
 def _make_in_worker(make: Make, buffers: BatchBuffers, choice: Any) -> Any:
     """Make a batch in a worker, with its features in a buffer if one is free."""
-    number = buffers.take(get_worker_info().id)
+    worker = get_worker_info()
+    assert worker is not None  # this is a worker
+    number = buffers.take(worker.id)
     if number is None:
         return make(choice)
     batch = make(choice, partial(buffers.array, number))
@@ -224,7 +226,7 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
             return batch.to(device), stream.record_event()
 
     # `pairwise` sends a batch before it yields the one before it.
-    for (batch, event), _ in pairwise(chain(map(send, batches), [None])):
+    for (batch, event), _ in pairwise(chain[Any](map(send, batches), [None])):
         current = torch.cuda.current_stream(device)
         current.wait_event(event)
         batch.record_stream(current)  # otherwise its memory could be reused while it is in use

@@ -61,7 +61,7 @@ class Questions:
         return arrays_digest(self._arrays)
 
     @property
-    def _arrays(self) -> dict[str, np.ndarray]:
+    def _arrays(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
 
@@ -208,7 +208,9 @@ def check_same_data(data: Path, vocab: Vocab, splits: Iterable[Split | None]) ->
     for split in filter(None, splits):
         parts = (split.questions, split.features)
         digests |= {part.path.relative_to(data): part.digest for part in parts if part is not None}
-    first, *others = broadcast(gather(digests))
+    gathered = broadcast(gather(digests))
+    assert gathered is not None  # it is a list in the first process
+    first, *others = gathered
     for number, theirs in enumerate(others, 1):
         for path in first | theirs:
             if first.get(path) != theirs.get(path):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import SCENE
 from iep.runtime.distributed import is_main
 from iep.vocab import Vocab, count_new_words
+
+T = TypeVar("T", bound=nn.Module)
 
 # The networks and their constructor arguments
 
@@ -94,11 +96,12 @@ def make_engine(
         stem_bias,
         given.stem_pixels,
     )
-    grid = height, width = tuple(-(-side // given.stem_stride) for side in (feature_height, feature_width))
+    grid = height, width = -(-feature_height // given.stem_stride), -(-feature_width // given.stem_stride)
     if given.module_norm != "none" and height * width == 1:
         raise ValueError(f"module_norm {given.module_norm} needs maps of more than one position, and the grid is 1x1")
+    returns_maps = result_kind(module_set.role(SCENE)) == MAP
     classifier = make_classifier(
-        (given.module_dim, *(grid if result_kind(module_set.role(SCENE)) == MAP else (1, 1))),
+        (given.module_dim, height, width) if returns_maps else (given.module_dim, 1, 1),
         given.classifier_projection,
         given.classifier_hidden,
         num_answers,
@@ -111,8 +114,8 @@ def make_engine(
     if given.initialization == "kaiming":
         _kaiming_normal(engine)
     for part in engine.children():
-        if hasattr(part, "adjust_initial_weights"):
-            part.adjust_initial_weights()
+        if callable(adjust := getattr(part, "adjust_initial_weights", None)):
+            adjust()
     return engine
 
 
@@ -123,7 +126,7 @@ def _kaiming_normal(module: nn.Module) -> None:
             nn.init.kaiming_normal_(part.weight)
 
 
-BASELINES: dict[str, type[nn.Module]] = {
+BASELINES: dict[str, type[LSTMBaseline | CNNLSTMBaseline | StackedAttentionBaseline]] = {
     "lstm": LSTMBaseline,
     "cnn_lstm": CNNLSTMBaseline,
     "cnn_lstm_sa": StackedAttentionBaseline,
@@ -171,7 +174,7 @@ def network_kwargs(name: str, settings: Any, vocab: Vocab, feature_shape: Shape 
     return {key: size for key, size in sizes.items() if key in accepted} | to_dict(settings)
 
 
-def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
+def build(name: str, kwargs: Mapping[str, Any]) -> Any:
     """Return the network `name` with new weights.
 
     Settings that `kwargs` lacks, such as those of an earlier version's checkpoint, have the defaults of `Config`. The
@@ -184,7 +187,7 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """
     kwargs = to_dict(getattr(Config, name)) | dict(kwargs)
     try:
-        network = CLASSES[name](**kwargs)
+        network: Any = CLASSES[name](**kwargs)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
     network.kwargs, network.recipe = kwargs, {}
@@ -201,12 +204,12 @@ def name_of(network: nn.Module) -> str:
 # Checkpoints
 
 
-def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
+def pack(networks: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constructor arguments and the weights of networks, as a checkpoint stores them."""
     return {name: {"kwargs": net.kwargs, "weights": net.state_dict()} for name, net in networks.items()}
 
 
-def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: str | None = None) -> nn.Module:
+def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: str | None = None) -> Any:
     """Return the network `name` of a loaded checkpoint, with the `recipe` of the features that it was trained on.
 
     Args:
@@ -252,7 +255,7 @@ def load_network(
     device: torch.device,
     add_words: Callable[[nn.Module, int], None] | None = None,
     modules: str | None = None,
-) -> nn.Module:
+) -> Any:
     """Return the network `name` of the checkpoint at `path`, in evaluation mode; `baseline` is a baseline of any kind.
 
     If `vocab` has further question words after those of the checkpoint, `add_words` (unless None) is called with the
@@ -274,7 +277,7 @@ def load_network(
     return place(network, device).eval()
 
 
-def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
+def with_module_norm(engine: Any, norm: str) -> Any:
     """Return the engine, or one with the same weights and `norm` in its modules if `norm` is one of 'batch' and
     'example' and the engine has the other one."""
     if {norm, engine.kwargs.get("module_norm")} != {"batch", "example"}:
@@ -315,7 +318,7 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engin
         raise InputError(what)
 
 
-def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -> None:
+def check_features(network: nn.Module, feature_shape: Sequence[int], path: Path | str) -> None:
     """Check that features have the shape that a network was built for.
 
     Raises:
@@ -327,7 +330,7 @@ def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -
         raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")
 
 
-def describe_other_features(network: nn.Module, features: Features) -> str | None:
+def describe_other_features(network: Any, features: Features) -> str | None:
     """Return a line on how the features were computed differently from those that a network was trained on, or None."""
     what = f"the features that {DESCRIPTIONS[name_of(network)]} was trained on"
     return describe_difference(features, network.recipe, what)
@@ -345,7 +348,7 @@ def describe_difference(features: Features, recipe: Mapping[str, Any], what: str
     return f"{features.path}: computed differently from {what}: {', '.join(parts)}" if parts else None
 
 
-def features_shape(network: nn.Module) -> tuple[int, ...]:
+def features_shape(network: Any) -> tuple[int, ...]:
     """Return the sizes among (C, H, W) that a network was built for."""
     return tuple(network.kwargs[side] for side in FEATURE_SIDES[name_of(network)])
 
@@ -355,13 +358,14 @@ def features_shape(network: nn.Module) -> tuple[int, ...]:
 MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": torch.channels_last}
 
 
-def place(network: nn.Module, device: torch.device, memory_format: str | None = None) -> nn.Module:
+def place(network: T, device: torch.device, memory_format: str | None = None) -> T:
     """Move a network to a device, with its convolutions in a format of `MEMORY_FORMATS`, and return it.
 
     The format None is channels last, that of cuDNN's kernels for tensor cores, and the faster one on a CPU (`iep-bench
     engine --memory-format` compares them).
     """
-    return network.to(device, memory_format=MEMORY_FORMATS[memory_format or "channels-last"])
+    chosen = MEMORY_FORMATS[memory_format or "channels-last"]
+    return network.to(device, memory_format=chosen)  # type: ignore[call-overload] # torch takes both
 
 
 def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: str | None = None) -> ExecutionEngine:
@@ -473,7 +477,7 @@ NEW_WORDS_STD = 0.01
 """The standard deviation of the embeddings of new words, as in the original toolkit."""
 
 
-def add_words(network: nn.Module, name: str, count: int, seed: int) -> None:
+def add_words(network: Any, name: str, count: int, seed: int) -> None:
     """Add embeddings of N = `count` new question words to the network `name`, a generator or a baseline.
 
     Johnson et al. 2017 (Inferring and Executing Programs, section 4.5) fine-tune on questions that people asked, in

@@ -120,7 +120,8 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
     vocab = Vocab.from_json(content.get("vocab"), "vocab")
     networks = {}
     for part in PARTS:
-        options, weights = content.get(f"{part}_kwargs"), content.get(f"{part}_state")
+        options: Any = content.get(f"{part}_kwargs")
+        weights: Any = content.get(f"{part}_state")
         if options is None and weights is None:
             continue
         values, weights, source = dict(options), dict(weights), f"{part}_kwargs"
@@ -130,13 +131,13 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"{source}: baseline_type is {kind!r}, expected one of {', '.join(known)}")
         name, config, names, takes = _NETWORKS[kind]
         if name == "generator":
-            sizes = {"encoder_vocab_size": len(vocab.question), "decoder_vocab_size": len(vocab.program)}
-            for option, expected in {**sizes, "null_token": NULL, "start_token": START, "end_token": END}.items():
+            counts = {"encoder_vocab_size": len(vocab.question), "decoder_vocab_size": len(vocab.program)}
+            for option, expected in {**counts, "null_token": NULL, "start_token": START, "end_token": END}.items():
                 if (value := values.pop(option, expected)) != expected:
                     raise InputError(f"{source}: {option} is {value!r}, expected {expected}, as in vocab")
         values.pop("vocab", None)  # the checkpoint's own
         settings, others = _settings(config, values, names, source)
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_question_tokens": len(vocab.question),
             "num_program_tokens": len(vocab.program),
             "program_tokens": list(vocab.program),

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from iep.backbone.network import SceneNetwork
 from iep.errors import InputError
-from iep.models.build import unpack
+from iep.models.build import place, unpack
 from iep.models.checkpoint import BEST, PARTS_OF_A_MODEL, load_checkpoint, step_checkpoints
 from iep.preprocess.backbone_choices import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.preprocess.recipe import Recipe, file_digest
@@ -131,7 +131,7 @@ class Scenes:
         Raises:
             InputError: the weights cannot be loaded.
         """
-        network = deepcopy(self.network).to(device, memory_format=torch.channels_last)
+        network = place(deepcopy(self.network), device)
 
         def view(pixels_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
@@ -227,7 +227,7 @@ class ResNet:
 Backbone = Patches | Scenes | ResNet
 
 
-def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Backbone:
+def backbone_of(recipe: Mapping[str, Any], weights: str | None = None) -> Backbone:
     """Return the backbone that made the features with a recorded recipe.
 
     Args:
@@ -242,7 +242,7 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
     if name == "patches":
         if weights is not None:
             raise InputError("the features are patches of pixels, for which there are no weights")
-        backbone = Patches(recipe["patch_size"])
+        backbone: Backbone = Patches(recipe["patch_size"])
     elif name == "synth":
         backbone = Scenes(weights or "default")
     elif name in RESNETS:

@@ -130,8 +130,8 @@ def export(
             say(f"{name}: left out, as its questions have no answers")
         for split in splits:
             flags = choose(split, max_length, per_type, seed)
-            rows = compress(split.rows(with_scenes=form != "nscl", with_trace=trace), flags)
-            rows = tqdm(rows, desc=split.name, total=sum(flags), unit=" questions", delay=0.5)
+            taken = compress(split.rows(with_scenes=form != "nscl", with_trace=trace), flags)
+            rows = tqdm(taken, desc=split.name, total=sum(flags), unit=" questions", delay=0.5)
             if form == "nscl":
                 words |= _write_nscl(directory / split.name, split, rows)
             else:

@@ -6,7 +6,7 @@ does. The splits are those of CLEVR, which share no image.
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -120,8 +120,8 @@ def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[SplitFile
             ("images", of_images, directories, f"images/{of_images}"),
         ):
             if split not in found:
-                names = ", ".join(found) or f"none, expected {example}"
-                raise InputError(f"{clevr_dir}: no {what} of split {split!r} (found: {names})")
+                others = ", ".join(found) or f"none, expected {example}"
+                raise InputError(f"{clevr_dir}: no {what} of split {split!r} (found: {others})")
         if next(read_questions(files[name])).get("answer") is None:
             without_answers.append(name)
             continue
@@ -165,24 +165,26 @@ def choose(split: SplitFiles, max_length: int | None = None, per_type: int | Non
         too_long = max_length is not None and row.details.get("program_length", 0) > max_length
         kinds.append(None if too_long or (row.image, row.question) in seen else kind)
         seen.add((row.image, row.question))
-    with_program = {kind[0] is not None for kind in kinds if kind is not None}
+    kept = {n: kind for n, kind in enumerate(kinds) if kind is not None}
+    with_program = {of_type is not None for of_type, _ in kept.values()}
     if len(with_program) == 2 or (False in with_program and (max_length, per_type) != (None, None)):
         some = "only some" if True in with_program else "no"
         raise InputError(f"{split.questions}: {some} questions have programs, which give types and lengths")
-    order = [n for n, kind in enumerate(kinds) if kind is not None]
-    if not order:
+    if not kept:
         raise InputError(f"{split.questions}: no question has a program of at most {max_length} functions")
     flags, taken = bytearray(len(kinds)), Counter[Any]()
-    for n in order if per_type is None else _balanced(order, kinds, Random(f"{seed}/{split.name}")):
-        flags[n] = per_type is None or taken[kinds[n][0]] < per_type
-        taken[kinds[n][0]] += flags[n]
+    for n in kept if per_type is None else _balanced(kept, Random(f"{seed}/{split.name}")):
+        of_type, _ = kept[n]
+        flags[n] = per_type is None or taken[of_type] < per_type
+        taken[of_type] += flags[n]
     return flags
 
 
-def _balanced(order: list[int], kinds: list[Kind | None], random: Random) -> list[int]:
-    """Return the positions `order` shuffled: one of each kind, then a second one of each, and so on."""
+def _balanced(kinds: Mapping[int, Kind], random: Random) -> list[int]:
+    """Return the keys of `kinds` shuffled: one of each kind, then a second one of each, and so on."""
+    order = list(kinds)
     random.shuffle(order)
-    counts: Counter[Kind | None] = Counter()
+    counts: Counter[Kind] = Counter()
     rank = {}
     for n in order:
         rank[n] = counts[kinds[n]]

@@ -131,7 +131,8 @@ def open_scenes(
         row_MF[: len(found)] = np.array(found, np.float32).reshape(-1, answers_NMF.shape[2])
     numbers = np.arange(len(scenes))
     questions = Questions(path, np.zeros((len(scenes), 0), np.int64), numbers, numbers + skip, None, None, answers_NMF)
-    return Split(questions, SceneImages(directory, images, size), len(scenes))
+    pixels: Any = SceneImages(directory, images, size)  # read like `Features`
+    return Split(questions, pixels, len(scenes))
 
 
 def _objects(scene: dict[str, Any], width_height: tuple[int, int], name: str) -> list[list[float]]:
