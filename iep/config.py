@@ -201,7 +201,7 @@ class BackboneConfig:
     """The numbers of channels at strides 4, 8 and 16."""
     depths: tuple[int, ...] = setting((1, 1, 4), minimum=0)
     """The numbers of residual blocks at these strides."""
-    image_size: tuple[int, ...] = setting((336, 224), minimum=32, maximum=4096)
+    image_size: tuple[int, int] = setting((336, 224), minimum=32, maximum=4096)
     """The width and height of images in pixels, multiples of 16."""
 
 
