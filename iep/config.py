@@ -345,7 +345,8 @@ class Config:
 class Evaluation:
     """All settings of an evaluation; `pg`, `ee` and `baseline` are checkpoints or run directories."""
 
-    data: Path | None = None
+    data: Any = None
+    """The directory that `iep-preprocess` wrote, a `Path`; None only with `questions`."""
     split: str = "val"
     answers: Path | None = None
     """A file with the answers of any model, in place of networks."""

@@ -70,7 +70,7 @@ class SceneNetwork(nn.Module):
             raise ValueError(f"widths {tuple(widths)} and depths {tuple(depths)}, expected three numbers each")
         if len(image_size) != 2 or any(side < STRIDE or side % STRIDE for side in image_size):
             raise ValueError(f"image_size is {tuple(image_size)}, expected width and height, multiples of {STRIDE}")
-        self.image_size = (image_size[0], image_size[1])
+        self.image_size = image_size[0], image_size[1]
         stages, inputs = [], 3
         for number, (width, depth) in enumerate(zip(widths, depths, strict=True)):
             first = _layer(inputs, width, 3, 2) if number else _layer(inputs, width, 4, 4)
