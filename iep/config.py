@@ -201,7 +201,7 @@ class BackboneConfig:
     """The numbers of channels at strides 4, 8 and 16."""
     depths: tuple[int, ...] = setting((1, 1, 4), minimum=0)
     """The numbers of residual blocks at these strides."""
-    image_size: tuple[int, ...] = setting((336, 224), minimum=32, maximum=4096)
+    image_size: tuple[int, int] = setting((336, 224), minimum=32, maximum=4096)
     """The width and height of images in pixels, multiples of 16."""
 
 
@@ -345,7 +345,8 @@ class Config:
 class Evaluation:
     """All settings of an evaluation; `pg`, `ee` and `baseline` are checkpoints or run directories."""
 
-    data: Path | None = None
+    data: Any = None
+    """The directory that `iep-preprocess` wrote, a `Path`; None only with `questions`."""
     split: str = "val"
     answers: Path | None = None
     """A file with the answers of any model, in place of networks."""

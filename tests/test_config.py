@@ -70,6 +70,7 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("engine.stem_widths=[16, 0]", "engine.stem_widths is 0, expected at least 1"),
         ("engine.stem_widths=16", "engine.stem_widths is 16, expected a list, each item a whole number"),
         ("curriculum=[[0, 4, 5]]", "curriculum is [0, 4, 5], expected (a whole number, a whole number)"),
+        ("backbone.image_size=[64]", "backbone.image_size is [64], expected (a whole number, a whole number)"),
         ("engine=3", "engine is 3, expected a mapping of settings"),
         ("learning_rate=inf", "expected a finite number"),
         ("seed=2020-13-45", "not YAML"),

@@ -117,7 +117,7 @@ def main(
     if draw is not None:
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import load
+    from iep.asking.loading import DEFAULT, load
 
     if not (ee or baseline):  # then --pg is not given either
         click.echo("The networks that come with the package answer (see --ee).", err=True)
@@ -125,7 +125,7 @@ def main(
     is_chosen = any(value is not None for value in of_backbone.values())
     decoding: dict[str, Any] = {"beam_size": beam_size, "max_program_length": max_program_length}
     model = load(
-        *[path for path in (ee, baseline) if path],
+        ee or baseline or DEFAULT,
         pg=pg,
         device=device,
         modules=modules,
@@ -258,7 +258,7 @@ def typed_questions(is_terminal: bool) -> Iterator[tuple[int, str]]:
     At a terminal, there is a prompt, and an empty line ends the questions; elsewhere it is skipped. Bytes that are not
     UTF-8 become surrogates.
     """
-    sys.stdin.reconfigure(errors="surrogateescape")
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # it is a TextIOWrapper
     if is_terminal:
         import readline  # noqa: F401 - makes lines editable
     for number in count(1):

@@ -92,6 +92,7 @@ def run(ctx: click.Context, make: Callable, **given: Any) -> None:
     if (count := given.pop("threads", None)) is not None:
         torch.set_num_threads(count)
     torch.manual_seed(given.get("seed", 0))  # of the weights
+    assert ctx.info_name is not None
     run_benchmark(make(**given), repeat, max_seconds, ctx.meta["command"], ctx.info_name, directory)
 
 

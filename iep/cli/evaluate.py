@@ -145,7 +145,7 @@ def main(
     options |= device_settings(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
     questions = {name: getattr(settings, name) for name in SCORED}
-    earlier = [
+    earlier: list[tuple[str, Any]] = [
         (label, read_report(path / REPORT if path.is_dir() else path))
         if path.is_dir() or is_report(path)
         else (label, evaluate(Evaluation(**questions | {"answers": path})))

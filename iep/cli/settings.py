@@ -52,7 +52,7 @@ def _meanings() -> dict[tuple[str, str], str]:
         if isinstance(each, ast.ClassDef):
             for field, text in zip(each.body, each.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[each.name, field.target.id] = " ".join(text.value.value.split())
+                    found[each.name, ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return found
 
 

@@ -204,8 +204,10 @@ def main(
     --pg, --ee and --baseline are the networks to start from. With --programs predicted, --pg predicts the programs that
     the engine is trained on.
     """
-    if out is None and (resume or not dry_run):
-        raise click.UsageError("Missing option '--out'.")
+    if out is None:
+        if resume or not dry_run:
+            raise click.UsageError("Missing option '--out'.")
+        out = Path()  # a dry run of a new run does not read it
     modules = options.pop("modules")
     if num_threads is not None:
         if options["devices"] is not None or options["device"] is not None:

@@ -17,28 +17,31 @@ from iep.data.loader import NO_WORKERS, Batches, Loading
 from iep.data.ordering import Order, deal, step_numbers
 from iep.data.question_file import Questions
 from iep.errors import InputError
-from iep.execution_engine.program_plan import Planner, ProgramPlan
+from iep.execution_engine.program_plan import Planner
 from iep.program_generator.encoder import trim
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A minibatch, with None for parts that the split's files do not have."""
+    """A minibatch, with None for parts that the split's files do not have.
+
+    Those have the type `Any`, because a task checks once that the split has what its model reads.
+    """
 
     index: torch.Tensor
     """(B,) position of each question in its data set."""
     questions: torch.Tensor
     """(B, T) question tokens, padded with `<NULL>` on the right to the length of the batch's longest question."""
-    programs: torch.Tensor | None
+    programs: Any
     """(B, L) prefix program tokens, padded in the same way."""
-    answers: torch.Tensor | None
+    answers: Any
     """(B,) answer indices."""
-    features: torch.Tensor | None = None
+    features: Any = None
     """(N, C, H, W) features of the batch's N distinct images, in the file's dtype; float32 once `to` has moved them."""
     image_rows: np.ndarray | None = None
     """(B,) row in `features` of each question's image; stays on the CPU, where plans are made."""
-    plan: ProgramPlan | None = None
-    """The engine's plan for `programs` and `image_rows`."""
+    plan: Any = None
+    """The engine's `ProgramPlan` for `programs` and `image_rows`."""
     draws: torch.Tensor | None = None
     """(B, ...) random numbers from 0 to below 1, by which training samples programs."""
 

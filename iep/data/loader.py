@@ -11,7 +11,7 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -214,7 +214,7 @@ def _end_when_told(parent: int) -> None:
     os._exit(0)  # another exit code would raise an error in PyTorch's handler of SIGCHLD
 
 
-def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+def on_device(batches: Iterable[Any], device: torch.device) -> Generator[Any]:
     """Yield the batches, moved to `device`; a GPU computes with one batch while the next is copied to it."""
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)

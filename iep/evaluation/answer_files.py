@@ -214,9 +214,9 @@ def _aligned(
         if index not in place:
             what = "has no question_index, unlike others" if index is None else f"no question has the index {index}"
             raise InputError(f"{path}: row {number}: {what}")
-        if place[index] is None:  # a question that does not count
+        if (at := place[index]) is None:  # a question that does not count
             continue
-        if found[place[index]] is not None:
+        if found[at] is not None:
             raise InputError(f"{path}: row {number}: a second answer to the question with index {index}")
-        found[place[index]] = response
+        found[at] = response
     return found

@@ -88,15 +88,16 @@ def write_page(
 
 def render(**values: Any) -> str:
     """Return the page as text: the template with style sheet, script and `values`."""
+    loader = PackageLoader("iep.evaluation", "html")
     environment = Environment(
-        loader=PackageLoader("iep.evaluation", "html"),
+        loader=loader,
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "whole": "{:,}".format}
     environment.tests["different"] = lambda row: differ(*row)
-    style, script = (environment.loader.get_source(environment, name)[0] for name in ("report.css", "report.js"))
+    style, script = (loader.get_source(environment, name)[0] for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("report.html").render(
         style=Markup(style),
@@ -111,7 +112,7 @@ def render(**values: Any) -> str:
 def _tiles(outcome: Outcome, report: Report) -> list[tuple[str, str, str]]:
     """Return the most important numbers of the page: label, value and a note."""
     tiles = [("Questions", f"{report.questions:,}", "")]
-    if report.accuracy is not None:
+    if report.accuracy is not None and outcome.right is not None:
         known = (f"{TITLES.get(name, name)} {percent(scores.overall)}%" for name, scores in report.baselines.items())
         tiles.append(("Accuracy", f"{percent(report.accuracy.overall)}%", ", ".join(known)))
         tiles.append(("Wrong answers", f"{(~outcome.right).sum():,}", ""))

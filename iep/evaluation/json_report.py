@@ -101,7 +101,7 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
             table.append(["questions", *counts, "", ""])
             counted = counts
         accuracies = [percent(mean_accuracy(report, types)) for _, types in rows]
-        programs = percent(report.program_exact_match and report.program_exact_match.overall)
+        programs = percent(None if report.program_exact_match is None else report.program_exact_match.overall)
         speed = report.questions_per_second
         table.append([name, *accuracies, programs, MISSING if speed is None else f"{speed:.0f}"])
     return align_rows([row for row in zip(*table, strict=True) if {*row[1:]} - {"", MISSING}])
@@ -154,7 +154,7 @@ def count_of(report: Report, types: tuple[str, ...] | None) -> int:
 def mean_accuracy(report: Report, types: tuple[str, ...] | None) -> float | None:
     """Return the accuracy over all questions of some types, or over all questions for None; None where unknown."""
     if report.accuracy is None or types is None:
-        return report.accuracy and report.accuracy.overall
+        return None if report.accuracy is None else report.accuracy.overall
     count = count_of(report, types)
     right = (report.questions_by_type.get(name, 0) * report.accuracy.by_type.get(name, 0.0) for name in types)
     return round(sum(right), 6) / count if count else None  # rounded: 49 * (1 / 49) is a little less than 1

@@ -43,14 +43,14 @@ OUTPUTS = (PREDICTIONS, REPORT, ANSWERS, ANSWERS_JSON)
 
 def content_tokens(indices: Sequence[int] | np.ndarray, tokens: Sequence[str]) -> list[str]:
     """Return the tokens between `<START>` and `<END>`, or up to the padding where there is no `<END>`."""
-    indices = np.asarray(indices).tolist()
-    if END in indices:
-        indices = indices[: indices.index(END)]
-    while indices and indices[-1] == NULL:
-        indices.pop()
-    if indices[:1] == [START]:
-        indices = indices[1:]
-    return [tokens[index] for index in indices]
+    content = np.asarray(indices).tolist()
+    if END in content:
+        content = content[: content.index(END)]
+    while content and content[-1] == NULL:
+        content.pop()
+    if content[:1] == [START]:
+        content = content[1:]
+    return [tokens[index] for index in content]
 
 
 def question_text(indices: Sequence[int], tokens: Sequence[str]) -> str:
@@ -137,9 +137,9 @@ class Outcome:
                 row["correct"] = bool(self.right[n])
             yield row
 
-    def ranked(self, n: int) -> list[tuple[str, float | None]]:
-        """Return the K likeliest answers to question `n`, the likeliest first, and their probabilities if known."""
-        if self.predictions.answers is None:
+    def ranked(self, n: int) -> list[tuple[str, Any]]:
+        """Return the K likeliest answers to question `n`, the likeliest first, and their probabilities or None."""
+        if self.predictions.ranked_answers is None:
             return []
         names = (self.vocab.answer[answer] for answer in self.predictions.ranked_answers[n])
         if self.predictions.ranked_probabilities is None:
@@ -169,6 +169,7 @@ def write_outputs(out: Path, outcome: Outcome, report: Report) -> None:
 
 def _write_answers(text_path: Path, json_path: Path, outcome: Outcome) -> None:
     """Write answers.txt and answers.json."""
+    assert outcome.predictions.answers is not None
     order = np.argsort(outcome.questions.orig_idxs, kind="stable")
     indices = outcome.questions.orig_idxs[order].tolist()
     answers = [outcome.vocab.answer[answer] for answer in outcome.predictions.answers[order]]

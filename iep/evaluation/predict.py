@@ -82,6 +82,7 @@ class Predictor:
             return None
         plan = batch.plan
         if self.run_predicted:
+            assert programs_BL is not None
             plan = self.engine.plan(programs_BL, batch.image_rows, self.batching, self.sharing)
         return self.engine(batch.features, plan)
 

@@ -185,13 +185,13 @@ def question_cards(outcome: Outcome, pictures: Pictures | None, maps: Maps | Non
             None if good_N is None else "right" if good_N[n] else "wrong" for good_N in (outcome.right, outcome.exact)
         )
         picture = pictures is not None and pictures.has(row["image_index"])
-        has_maps = maps is not None and picture and answer == "wrong" and n < MOST_MAPS
+        shows_maps = picture and answer == "wrong" and n < MOST_MAPS
         more = {
             "ranked": outcome.ranked(n),
             "programs": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
             "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
             "picture": picture,
-            "maps": [(*each, heat_uri(map_HW)) for *each, map_HW in maps(n)] if has_maps else (),
+            "maps": [(*each, heat_uri(map_HW)) for *each, map_HW in maps(n)] if maps is not None and shows_maps else (),
             "data": {name: row.get(name) for name in ("type", "family")} | {"answer": answer, "program": program},
         }
         cards.append(row | more)

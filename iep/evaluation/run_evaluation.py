@@ -7,11 +7,10 @@ missing column of most common answers, pictures of other images than those of th
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from iep.baselines import most_common
@@ -77,7 +76,7 @@ def evaluate(
     _check_models(settings)
     pictures = None if page is None or settings.images is None else Pictures(settings.images, settings.split)
     if settings.answers is not None:
-        results = _answered(settings)
+        results: Answered | None = _answered(settings, settings.answers)
     else:
         results = _executed(settings) if is_symbolic(settings) else _predicted(settings)
     if results is None:
@@ -137,7 +136,7 @@ def _predicted(settings: Evaluation) -> Answered | None:
     """Return the predictions of the networks; None in all processes but the first."""
     vocab = attempt(lambda: load_vocab(settings.data))
     device = main_device(settings.placement, settings.devices, settings.device)
-    baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
+    baseline: Any = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
     sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)
     split = attempt(lambda: _open_split(settings, vocab, sees))
     check_same_data(settings.data, vocab, [split])
@@ -155,17 +154,20 @@ def _predicted(settings: Evaluation) -> Answered | None:
         precision=settings.precision,
     )
     memory = gather(peak_memory(device))
-    if predictions is None:
+    if predictions is None or memory is None:
         return None
     engine = predictor.engine
     outcome = Outcome(vocab, split.questions, predictions, None if engine is None else engine.module_set)
     maps = None
     if engine is not None and engine.placement is None:
+        features = split.features
         programs_NL = predictions.programs if predictor.run_predicted else split.questions.programs
+        assert features is not None
+        assert programs_NL is not None
 
         @torch.inference_mode()
         def maps(row: int) -> list[tuple[int, str, np.ndarray]]:
-            features_1CHW = split.features.read(split.questions.image_idxs[row : row + 1]).to(device, torch.float32)
+            features_1CHW = features.read(split.questions.image_idxs[row : row + 1]).to(device, torch.float32)
             traced = trace(engine, features_1CHW, programs_NL[row])
             pairs = zip(traced.tree.nodes, unit_maps(traced), strict=True)
             own = [pair for pair in pairs if engine.module_set.role(pair[0].token) is not None]
@@ -180,15 +182,16 @@ def _executed(settings: Evaluation) -> Answered | None:
     split = attempt(lambda: _open_split(settings, vocab, sees=False))
     check_same_data(settings.data, vocab, [split])
     questions, loading = split.questions, Loading(settings.workers)
-    predictions = Predictions(None, None, None, None)
+    predictions: Predictions | None = Predictions(None, None, None, None)
     if settings.pg is not None:
         predictor = _load(replace(settings, ee=None, programs="predicted"), vocab, split, None)
         predictions = predict(predictor, ClevrDataset(questions, None), settings.batch_size, loading, device)
-    if not is_main():
+    if predictions is None or not is_main():
         return None
     programs_QL = predictions.programs if _programs_used(settings) == "predicted" else questions.programs
     if programs_QL is None:
         raise InputError(f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
+    assert settings.images is not None  # `_check_models` requires it
     images = questions.image_idxs.tolist()
     facts = find_facts(Scenes(settings.backbone), settings.images, settings.split, images, device, settings.workers)
     answers = execute_programs(programs_QL, vocab.program, questions.image_idxs, facts)
@@ -199,8 +202,8 @@ def _executed(settings: Evaluation) -> Answered | None:
     return Answered(outcome, split, str(device), notes=notes)
 
 
-def _answered(settings: Evaluation) -> Answered:
-    """Return the answers of a file as predictions."""
+def _answered(settings: Evaluation, answers: Path) -> Answered:
+    """Return the answers of the file `answers` as predictions."""
     if settings.questions is None:
         vocab = load_vocab(settings.data)
         split = _open_split(settings, vocab, sees=False)
@@ -212,7 +215,7 @@ def _answered(settings: Evaluation) -> Answered:
         if not len(chosen):
             raise InputError(f"{settings.questions}: has no question after the first {settings.skip_samples}")
         split = Split(chosen, None, len(every))
-    vocab, predictions, notes = answer_predictions(settings.answers, split.questions, vocab, every)
+    vocab, predictions, notes = answer_predictions(answers, split.questions, vocab, every)
     return Answered(Outcome(vocab, split.questions, predictions), split, notes=notes)
 
 
@@ -285,13 +288,13 @@ def _check_models(settings: Evaluation) -> None:
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of networks that --ee symbolic ignores")
 
 
-def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module | None) -> Predictor:
+def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: Any) -> Predictor:
     """Load the networks, and check that they fit the split's features and programs."""
     predicted = _programs_used(settings) == "predicted"
     if settings.ee is not None and not predicted and split.questions.programs is None:
         raise InputError(f"{split.questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
     device = main_device(settings.placement, settings.devices, settings.device)
-    networks = {}
+    networks: dict[str, Any] = {}
     if settings.pg is not None:
         networks["generator"] = load_network(settings.pg, "generator", vocab, device)
     if settings.ee is not None:
@@ -321,6 +324,7 @@ def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) 
     """Place the engine's parts, and return a description of their devices."""
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     costs = place_engine(engine, settings.placement, settings.devices, sample)
+    assert engine.placement is not None
     return describe_placement(settings.placement, engine.placement, costs.work)
 
 
@@ -362,7 +366,7 @@ def _notes(settings: Evaluation, outcome: Outcome, is_missing: bool, pictures: P
         notes.append(f"There is no column “{TITLES['most_common']}”, which needs {what}.")
     path = None if settings.data is None else split_files(settings.data, split)[1]
     made_of = Features(path).images if pictures is not None and path is not None and path.exists() else None
-    if made_of is not None and not pictures.is_of(*made_of):
+    if pictures is not None and made_of is not None and not pictures.is_of(*made_of):
         notes.append(
             f"{pictures.directory}: not the images that {path} was made of (names or sizes differ); the pictures in "
             "the report may be wrong."
@@ -373,7 +377,7 @@ def _notes(settings: Evaluation, outcome: Outcome, is_missing: bool, pictures: P
 def _answers_notes(out: Path, outcome: Outcome, total: int) -> list[str]:
     """Return a line if `out` lacks answers to some of the split's `total` questions, and one if several questions have
     the same `question_index`."""
-    questions, notes = outcome.questions, []
+    questions, notes = outcome.questions, list[str]()
     if outcome.predictions.answers is None:
         return notes
     if len(questions) < total:

@@ -32,7 +32,7 @@ from iep.runtime.devices import autocast, peak_memory
 from iep.runtime.distributed import gather, world_size
 from iep.runtime.signals import Stopped, deferred, stop_signal
 from iep.training.loop import Trainer
-from iep.training.tasks import Metrics
+from iep.training.tasks import EngineTask, Metrics
 
 T = TypeVar("T")
 
@@ -101,8 +101,8 @@ class _Workers:
     """
 
     def __init__(self, run: Trainer):
-        self.run, self.task, self.config = run, run.task, run.config
-        self.engine, self.planner = run.task.engine, instance_planner(run.task.engine, run.config)
+        assert isinstance(run.task, EngineTask)  # other models have no asynchronous training
+        self.run, self.task, self.engine, self.config = run, run.task, run.task.engine, run.config
         self.stop: signal.Signals | None = None
         """The signal that has asked a process to stop."""
         self.names, self.rate, self.rates, self.newest = self.engine.ops, 0.0, list[float](), 0
@@ -125,7 +125,7 @@ class _Workers:
         )
         for state in self.trainer.ops.values():
             for parameter in state.weights.values():
-                if parameter in run.optimizer.state:
+                if state.optimizer is not None and parameter in run.optimizer.state:
                     state.optimizer.state[parameter] = run.optimizer.state[parameter]
 
     def fit(self, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
@@ -168,7 +168,7 @@ class _Workers:
         finally:
             torch.set_num_threads(threads)
             for state in self.trainer.ops.values():
-                if state.weights:
+                if state.optimizer is not None:
                     self.run.optimizer.state.update(state.optimizer.state)
 
     def _instances(self, batches: Iterator[Batch], end: int) -> Iterator[Instance]:

@@ -6,6 +6,7 @@ otherwise they are groups of its network's children. `tasks.py` leaves out the l
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 from torch import nn
 
@@ -93,5 +94,5 @@ def train_mode(network: nn.Module, on: bool) -> None:
                 module.train(_is_rnn(module))
 
 
-def _is_rnn(module: nn.Module) -> bool:
+def _is_rnn(module: nn.Module) -> TypeGuard[nn.RNNBase]:
     return isinstance(module, nn.RNNBase)

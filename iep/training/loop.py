@@ -237,7 +237,7 @@ class Trainer:
         speed = examples / (time.perf_counter() - self._clock)
         self._clock, self.examples = time.perf_counter(), 0
         self.sums.clear()
-        if self.records is None:
+        if self.records is None or memory is None:
             return
         row = {
             **metrics,

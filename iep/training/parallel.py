@@ -57,18 +57,18 @@ class Replicas:
             loss: the mean loss of that part, which `loss` has returned.
             metrics: the metrics of that part.
         """
-        values, stop = torch.stack([loss.detach(), *metrics.values()]), None
+        means, stop = torch.stack([loss.detach(), *metrics.values()]), None
         # The values are read after the backward pass is queued, because a GPU would otherwise wait for the host.
         if world_size() == 1:
             loss.backward()
-            values = values.tolist()
+            values = means.tolist()
         else:
             count = self._task.count(batch)
             counts, *stops = total(torch.tensor([count, *_stops()], dtype=torch.float64)).tolist()
             stop = _first(stops)
             (loss * (count * world_size() / counts)).backward()
             average_statistics(self._task.networks)
-            values = (total(values.cpu().double() * count) / counts).tolist()
+            values = (total(means.cpu().double() * count) / counts).tolist()
         return Agreement(values[0], dict(zip(metrics, values[1:], strict=True)), stop)
 
 

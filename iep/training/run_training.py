@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -178,14 +179,16 @@ def _open(config: Config) -> RunData:
             and the process).
     """
     device = main_device(config.placement, config.devices, config.device)
-    vocab, *splits = attempt(lambda: _open_splits(config))
-    check_same_data(Path(config.data), vocab, splits)
-    for split in filter(None, splits):
+    assert config.data is not None  # `_check` requires it
+    data = Path(config.data)
+    vocab, training, validation = attempt(lambda: _open_splits(data, config))
+    check_same_data(data, vocab, [training, validation])
+    for split in filter(None, (training, validation)):
         TASKS[config.model].check_questions(config, split.questions)
-    return RunData(device, vocab, *(_in_memory(split, config) for split in splits))
+    return RunData(device, vocab, _in_memory(training, config), validation and _in_memory(validation, config))
 
 
-def _open_splits(config: Config) -> tuple[Vocab, Split, Split | None]:
+def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None]:
     """Return the vocabulary, the training split, and the validation split.
 
     The latter is None if no split is named and there is no `val`.
@@ -193,7 +196,6 @@ def _open_splits(config: Config) -> tuple[Vocab, Split, Split | None]:
     Raises:
         InputError: a file is missing or damaged, or the features of the two were computed differently.
     """
-    data = Path(config.data)
     if config.model == "backbone":
         # A CLEVR directory has no vocabulary: a backbone names the attributes of CLEVR's.
         vocab, val_file = Vocab.clevr(), scenes_path(data, config.val_split)
@@ -208,16 +210,16 @@ def _open_splits(config: Config) -> tuple[Vocab, Split, Split | None]:
     if config.val_split == Config.val_split and not val_file.exists():
         return vocab, training, None
     validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
-    if config.model in READING_FEATURES:
+    if training.features is not None and validation.features is not None:
         found = describe_difference(validation.features, training.features.recipe, str(training.features.path))
         if found is not None:
             raise InputError(found)
     return vocab, training, validation
 
 
-def _in_memory(split: Split | None, config: Config) -> Split | None:
+def _in_memory(split: Split, config: Config) -> Split:
     """Return a split with its features in memory, if the config says so."""
-    if split is None or split.features is None or not config.features_in_memory:
+    if split.features is None or not config.features_in_memory:
         return split
     workers = (config.workers,) if config.model == "backbone" else ()
     return replace(split, features=split.features.in_memory(*workers))
@@ -229,7 +231,7 @@ def _in_memory(split: Split | None, config: Config) -> Split | None:
 def _build(start: Saved | None, config: Config, out: Path, given: Collection[str], data: RunData) -> Trainer:
     """Build or load the networks, and make the trainer of the task on them."""
     torch.manual_seed(config.seed)
-    networks = {name: _network(name, start, config, data) for name in NETWORKS[config.model]}
+    networks: dict[str, Any] = {name: _network(name, start, config, data) for name in NETWORKS[config.model]}
     config = _with_networks_settings(config, networks, given, resumed=start is not None)
     task = TASKS[config.model](config, networks)
     freeze(task.networks, config.freeze)
@@ -261,8 +263,9 @@ def _network(name: str, start: Saved | None, config: Config, data: RunData) -> n
         if name == "engine":
             network = with_module_norm(network, config.engine.module_norm)
     if name in FEATURE_SIDES:
+        assert training.features is not None
         check_features(network, training.features.shape[1:], start.path if start else path or training.features.path)
-        if data.validation is not None:
+        if data.validation is not None and data.validation.features is not None:
             check_features(network, data.validation.features.shape[1:], data.validation.features.path)
         if is_main() and (warning := describe_other_features(network, training.features)) is not None:
             tqdm.write(warning)
@@ -297,6 +300,7 @@ def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunD
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     if config.placement != NONE:
         costs = place_engine(engine, config.placement, config.devices, sample)
+        assert engine.placement is not None
         if is_main():
             tqdm.write(describe_placement(config.placement, engine.placement, costs.work))
     if config.asynchronous:
@@ -309,7 +313,7 @@ def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunD
 
 
 def _with_networks_settings(
-    config: Config, networks: Mapping[str, nn.Module], given: Collection[str], resumed: bool
+    config: Config, networks: Mapping[str, Any], given: Collection[str], resumed: bool
 ) -> Config:
     """Return `config` with the settings of its networks, which a checkpoint to start from determines.
 
@@ -400,19 +404,21 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     _check_enough(order, trainer.task)
     plan_training, plan_validation = None, None
     if config.model == "ee":
-        planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
+        engine = trainer.task.networks["engine"]
+        planner = partial(engine.planner, config.batching, config.sharing)
         plan_training = planner(training=True, attentions=config.attention_penalty > 0)
         if config.asynchronous:
-            plan_training = instance_planner(trainer.task.engine, config)
+            plan_training = instance_planner(engine, config)
         plan_validation = planner(training=False)
     if config.programs == "predicted":
-        generator = load_network(config.pg, "generator", trainer.data.vocab, trainer.device)
+        assert config.pg is not None  # the task requires it
+        generator: Any = load_network(config.pg, "generator", trainer.data.vocab, trainer.device)
         training = _with_predicted_programs(training, generator, config)
         validation = validation and _with_predicted_programs(validation, generator, config)
     loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
     steps = range(batches_each * trainer.step, batches_each * config.iterations)
     draws = config.max_program_length if config.model == "joint" else 0
-    ranks = {"rank": rank(), "world_size": world_size()}
+    ranks: dict[str, Any] = {"rank": rank(), "world_size": world_size()}
     dataset = ClevrDataset(training.questions, training.features, plan_training)
     dealt = {} if config.asynchronous else ranks  # asynchronously, all processes read all instances
     batches = training_batches(dataset, order, steps, loading, draws, **dealt)
