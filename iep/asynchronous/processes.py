@@ -116,7 +116,7 @@ class Peers:
     def __init__(self, timeout: float = TIMEOUT_SECONDS):
         self.rank, self.size, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
         self.others = [rank for rank in range(self.size) if rank != self.rank]
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def drive(
         self,
@@ -149,6 +149,8 @@ class Peers:
 
 class _Process(Threads):
     """The worker of this process during one run, with two more threads for each other process."""
+
+    conductor: LocalConductor
 
     def __init__(self, peers: Peers, trainer: Any, conductor: Conductor, note: Note):
         super().__init__(LocalConductor(conductor, peers.rank, peers.size), [peers.rank], trainer.compute, note)
@@ -223,6 +225,7 @@ class _Process(Threads):
     def take(self, message: Message, tensors: list[Tensor | None]) -> None:
         """Take a message about a task or an instance. The lock is held."""
         number = message.finished if message.task is None else message.task.instance
+        assert number is not None
         if number >= self.conductor.num_admitted:
             self.early[number].append((message, tensors))
         elif message.task is None:

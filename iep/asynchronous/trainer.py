@@ -54,8 +54,8 @@ class Instance:
         writer = [np.full(column.num_rows, -1) for column in plan.columns]
 
         def calls(argument: Argument) -> tuple[int, ...]:
-            rows = plan.rows(argument)
-            rows = rows.cpu().numpy() if isinstance(rows, Tensor) else rows
+            read = plan.rows(argument)
+            rows = read.cpu().numpy() if isinstance(read, Tensor) else read
             return tuple(each for each in np.unique(writer[argument.column][rows]).tolist() if each >= 0)
 
         sources = []
@@ -153,6 +153,7 @@ class TrainedOp:
 
     def update(self) -> None:
         """Let the optimiser take a step, and clear the gradients."""
+        assert self.optimizer is not None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.version, self.pending, self._copy = self.version + 1, 0, None
@@ -281,8 +282,8 @@ class AsynchronousTrainer:
             if self.peers is None:
                 driver(conductor, self.num_workers, instances, self.begin, self.compute, clock.note)
             else:
-                own = partial(self._own, clock, update)
-                self._merge(clock, self.peers.drive(self, conductor, instances, clock.note, own))
+                own = partial(self._own, self.peers.rank, clock, update)
+                self._merge(self.peers.rank, clock, self.peers.drive(self, conductor, instances, clock.note, own))
         finally:
             self.in_flight.clear()
         if self.peers is None and (self.flush_every or update):
@@ -359,7 +360,7 @@ class AsynchronousTrainer:
         return arguments
 
     def _compute(
-        self, active: _Active, call: Call, state: TrainedOp, arguments: Sequence[Tensor], weights: dict[str, Tensor]
+        self, active: _Active, call: Call, state: TrainedOp, arguments: Sequence[Tensor], weights: dict[str, Any]
     ) -> tuple[Tensor, ...]:
         """Run the module of a call, on its own weights or on copies of them."""
 
@@ -425,7 +426,7 @@ class AsynchronousTrainer:
         pairs = zip(results, gradients, strict=True)
         known = [(result, grad.to(result.dtype)) for result, grad in pairs if grad is not None and result.requires_grad]
         wanted = [each for each in kept.arguments if each.requires_grad]
-        found: Iterable[Tensor | None] = [None] * (len(wanted) + len(weights))
+        found: Sequence[Tensor | None] = [None] * (len(wanted) + len(weights))
         if known:
             outputs, grads = zip(*known, strict=True)
             found = torch.autograd.grad(outputs, [*wanted, *weights], grads, allow_unused=True)
@@ -443,7 +444,7 @@ class AsynchronousTrainer:
         active = self.in_flight[number]
         return [active.buffers.read(each) for each in active.instance.plan.calls[copy].arguments]
 
-    def incoming(self, number: int, copy: int, is_backward: bool, tensors: list[Tensor | None]) -> None:
+    def incoming(self, number: int, copy: int, is_backward: bool, tensors: list[Any]) -> None:
         """Take the values that a copy here reads, or the gradients that a copy in another process has computed."""
         active = self.in_flight[number]
         if not is_backward:
@@ -453,18 +454,17 @@ class AsynchronousTrainer:
             for argument, gradient in zip(active.instance.plan.calls[copy].arguments, tensors, strict=True):
                 active.buffers.add_gradient(argument, gradient)
 
-    def _own(self, clock: _Clock, update: bool) -> tuple[Any, ...]:
+    def _own(self, rank: int, clock: _Clock, update: bool) -> tuple[Any, ...]:
         """Return what only this process knows at the end of a run: the state of its ops, and results."""
         if self.flush_every or update:
             self.update()
-        rank = self.peers.rank
         states = {op: each.state() for op, each in self.ops.items() if each.worker == rank}
         return states, self._losses, clock.busy[rank], clock.first, clock.last
 
-    def _merge(self, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
+    def _merge(self, rank: int, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
         """Take what the other processes have returned from `_own`, by rank."""
         for worker, (states, losses, busy, first, last) in enumerate(found):
-            if worker != self.peers.rank:
+            if worker != rank:
                 self._losses |= losses
                 clock.busy[worker], clock.first = busy, min(clock.first, first)
                 clock.last = max(clock.last, last)

@@ -43,8 +43,9 @@ class CapturedExecution:
             each: op for op, part in modules.items() for each in part.parameters() if each.requires_grad
         }
         """The trained parameters, and the op of the function of each."""
-        self._result: Tensor | None = None
-        self._of_result: Tensor | None = None
+        self._result: Any = None
+        self._of_result: Any = None
+        """The result of a plan and its gradient, tensors from the first pass on."""
         self._gradients: tuple[Tensor | None, ...] = ()
         self.num_runs = 0
         with torch.cuda.device_of(inputs):  # streams and graphs belong to the current device

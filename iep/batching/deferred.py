@@ -123,8 +123,9 @@ class DeferredWeightGrads:
         input = input if dtype is None else input.to(dtype)
 
         def make() -> _Plain:
-            cast = [each if each is None or dtype is None else each.to(dtype) for each in (weight, bias)]
-            return _Plain(function, *cast, options)
+            if dtype is None:
+                return _Plain(function, weight, bias, options)
+            return _Plain(function, weight.to(dtype), None if bias is None else bias.to(dtype), options)
 
         return self._chains.run((weight, bias, options, input.dtype), make, input)
 
@@ -154,7 +155,7 @@ class _Plain:
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
         return sums
 
-    def _backward(self, gradient: Tensor, x: Tensor, wanted: tuple[bool, bool, bool]) -> Sequence[Tensor | None]:
+    def _backward(self, gradient: Tensor, x: Tensor, wanted: tuple[bool, bool, bool]) -> Sequence[Any]:
         """Return the gradients of input, weight and bias, None for those that are not `wanted`."""
         weight, _ = self.parameters
         if self._function is functional.conv2d:
@@ -169,7 +170,7 @@ class _Plain:
         return None, of_weight, gradient.sum(0) if wanted[2] else None
 
 
-def _concatenated(calls: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def _concatenated(calls: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, ...]]:
     """Return inputs and gradients, in which those of the same shape are concatenated."""
     alike: dict[torch.Size | int, list[tuple[Tensor, Tensor]]] = {}
     for number, (input, gradient) in enumerate(calls):

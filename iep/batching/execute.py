@@ -12,7 +12,7 @@ Shapes: G rows of a call, F numbers of a value.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ from iep.batching.schedulers import Segment
 Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
 
 
+@overload
+def execute(plan: Plan, modules: Modules, inputs: Tensor, defer_weight_grads: bool = False) -> Tensor: ...
+@overload
+def execute(
+    plan: Plan, modules: Modules, inputs: Mapping[int, Tensor], defer_weight_grads: bool = False
+) -> tuple[Tensor, ...]: ...
 def execute(
     plan: Plan, modules: Modules, inputs: Tensor | Mapping[int, Tensor], defer_weight_grads: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
@@ -83,7 +89,7 @@ def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) 
         return found[:count], found[count:]
 
     for call in plan.calls:
-        module = modules[call.op] if call.segments is not None and call.op in modules else None
+        module: Any = modules[call.op] if call.segments is not None and call.op in modules else None
         if hasattr(module, "run_in_place"):
             if results:
                 states, _ = exchange(())
@@ -104,7 +110,7 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
         ValueError: the module does not return as many tensors as the call writes.
     """
     if call.op < 0:
-        devices = [plan.columns[result.column].device for result in call.results]
+        devices: list[Any] = [plan.columns[result.column].device for result in call.results]
         # A copy to the CPU must not be asynchronous, because calls on the CPU read it at once.
         return tuple(each.to(to, non_blocking=to.type != "cpu") for each, to in zip(arguments, devices, strict=True))
     if call.segments is None:
@@ -127,7 +133,7 @@ def _run_segments(
     """Run the module of each segment on its rows of the arguments, and return their results, concatenated."""
     sizes = [segment.rows.stop - segment.rows.start for segment in segments]
     parts = zip(*(argument.split(sizes) for argument in arguments), strict=True)
-    results = [modules[segment.op](*part) for segment, part in zip(segments, parts, strict=True)]
+    results: list[Any] = [modules[segment.op](*part) for segment, part in zip(segments, parts, strict=True)]
     if isinstance(results[0], Tensor):
         return torch.cat(results)
     return tuple(map(torch.cat, zip(*results, strict=True)))

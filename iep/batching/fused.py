@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from iep.batching.execute import Buffers
 
 
-def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:
+def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Any]:
     """Return the callable of each op group, for one run of a plan.
 
     Modules that have `conv_steps` run in place if the plan has a single column, whose maps must be in channels-last
@@ -39,7 +39,7 @@ def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Ca
     Args:
         modules: by op, the module of each function that the plan runs.
     """
-    found: dict[int, Callable[..., Any]] = {}
+    found = dict[int, Any]()
     for op, (op_group, members) in together_of(plan, modules).items():
         if hasattr(members[0], "grouped"):
             found[op] = members[0].grouped(members)
@@ -68,7 +68,7 @@ class Bank:
         dtype: the dtype of the computation.
     """
 
-    def __init__(self, convs: Sequence[nn.Conv2d], dtype: torch.dtype):
+    def __init__(self, convs: Sequence[Conv2d], dtype: torch.dtype):
         self.size, self.dilation = convs[0].kernel_size[0], convs[0].dilation[0]
         self.kept: dict[float, _Pairs | list[tuple[Tensor, Tensor, Functions, Tensor]]] = {}
         """By the number of the backward pass, the pairs of all calls, or what is kept of each call."""
@@ -223,6 +223,7 @@ class _Chain(Function):
         ctx.op_group, ctx.steps, ctx.banks = chain.op_group, chain.steps, chain.banks
         ctx.buffers, ctx.call = buffers, call
         ctx.set_materialize_grads(False)
+        assert call.in_op_group is not None
         _, first = call.in_op_group
         chain.compute(buffers, values, call, [each[first : first + call.size] for each in chain.made])
         return state.detach(), *(each.clone() for each in tokens)

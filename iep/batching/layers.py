@@ -8,7 +8,7 @@ Other layers always compute in PyTorch's way.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,9 @@ class Linear(nn.Linear):
 
 class Conv2d(nn.Conv2d):
     """A convolution of a module that is called with the rows of many nodes."""
+
+    bias: Any
+    """A parameter, or None for a convolution without bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (G, out_channels, H, W), given (G, in_channels, H, W)."""

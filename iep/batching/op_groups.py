@@ -6,7 +6,7 @@ kernels (`fused.py`); functions with such modules of one class must differ in no
 row by itself. Functions with other modules have calls of their own.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from iep.batching.layers import Conv2d
 from iep.batching.plan import OpGroup, Plan
 
 
-def architecture(module: nn.Module, by_kernels: bool = False) -> Hashable | None:
+def architecture(module: nn.Module, by_kernels: bool = False) -> Any:
     """Return what modules of an op group have in common, or None if a module has calls of its own.
 
     Args:

@@ -26,7 +26,7 @@ class Read(NamedTuple):
 
     first: int
     """The position among the node's arguments, counted from 0."""
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]  # hides the method of tuples
     """None for a (G, ...) tensor; otherwise arguments `first` to `first + count - 1` are stacked, (G, count, ...)."""
     field: int = 0
     """The position of the tensor in the argument's value."""
@@ -66,7 +66,7 @@ class Argument(NamedTuple):
     rows: slice
     """Rows of the column's buffer if they are adjacent, otherwise rows of the column's `index`."""
     is_adjacent: bool
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]  # hides the method of tuples
     """The count of the `Read`: there are `count` rows for each of the G nodes, one node after the other."""
 
 
@@ -94,7 +94,7 @@ class Call(NamedTuple):
 class Functions(NamedTuple):
     """The functions of the rows of an op group's call, as tensors."""
 
-    index: torch.Tensor
+    index: torch.Tensor  # type: ignore[assignment]  # hides the method of tuples
     """The position of each row's function among the op group's functions in the plan, (G,) int64, ascending."""
     ends: torch.Tensor
     """The end of the rows of each of these functions, (F,) int32."""

@@ -155,8 +155,9 @@ def make_template(graphs: Sequence[Graph], op_groups: Mapping[int, int]) -> Temp
 
 def _common_calls(graphs: Sequence[Graph], op_group_V: np.ndarray) -> np.ndarray:
     """Return the positions of the op groups of calls in which all graphs can run, (K,)."""
-    strings = [op_strings(op_group_V[each.op], reads_of(each)) for each in graphs]
-    assert all(each is not None for each in strings), "programs are trees, which have no more paths than leaves"
+    found = [op_strings(op_group_V[each.op], reads_of(each)) for each in graphs]
+    strings = [each for each in found if each is not None]
+    assert len(strings) == len(found), "programs are trees, which have no more paths than leaves"
     width = max(each.shape[1] for each in strings)
     padded = [np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in strings]
     return np.array(short_supersequence(np.unique(np.concatenate(padded), axis=0)), dtype=np.int64)

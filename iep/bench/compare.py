@@ -102,7 +102,7 @@ def compare(case: Case, repeat: int, max_seconds: float) -> list[Row]:
     ends after `MIN_REPEATS` rounds in place of `repeat`.
     """
     rounds: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-    left_out, spent, running = {}, defaultdict(float), list(case.competitors)
+    left_out, spent, running = {}, defaultdict[str, float](float), list(case.competitors)
     gc.collect()
     gc.freeze()  # a collection in timed code would otherwise visit all objects of the imported libraries
     for number in count(0 if case.warm_up else 1):

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from statistics import mean
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -85,12 +86,13 @@ def competitor(steps: Sequence[Step]) -> Competitor:
         return {part: mean(values) for part, values in times.items()}
 
     def facts() -> dict[str, Fact]:
-        graphs, kernels = [step.plan.graph for step in steps], [step.count_kernels() for step in steps]
+        graphs = [step.plan.graph for step in steps]
+        kernels = [each for each in (step.count_kernels() for step in steps) if each is not None]
         return {
             "nodes": mean(graph.num_nodes for graph in graphs),
             "calls": mean(step.plan.num_calls for step in steps),
             "bound": None if steps[0].plan.plan.op_groups else mean(map(lower_bound, graphs)),
-            "kernels": None if None in kernels else mean(kernels),
+            "kernels": mean(kernels) if kernels else None,
         }
 
     return Competitor(steps[0].strategy.name, measure, facts=facts)
@@ -121,7 +123,7 @@ def engine_benchmark(
     first = main_device(placement, devices, device)
     largest = max(batch_sizes)
     workload = generated(max(largest, MIN_SAMPLES), questions_per_image, feature_shape, largest, seed)
-    engine = place(
+    engine: Any = place(
         build("engine", network_kwargs("engine", config, workload.vocab, workload.feature_shape)), first, memory_format
     )
     description = workload.description

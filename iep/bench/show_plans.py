@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -185,19 +185,20 @@ def show_plans(
         programs_BL = encode([_tokens(number, text, vocab.program) for number, text in enumerate(programs)], vocab)
         image_idxs_B = np.arange(len(programs)) // questions_per_image
     else:
+        assert data is not None, "there are programs or a data set"
         questions = open_split(data, split, vocab, False, num_samples).questions
-        programs_BL, image_idxs_B = questions.programs, questions.image_idxs
-        if programs_BL is None:
+        if questions.programs is None:
             raise InputError(f"{questions.path}: has no programs; choose another --split")
+        programs_BL, image_idxs_B = questions.programs, questions.image_idxs
     with torch.device("meta"):
-        engine = build(
+        engine: Any = build(
             "engine", network_kwargs("engine", EngineConfig(modules=modules, scene=scene), vocab, FEATURE_SHAPE)
         )
     if placement != NONE:
         sample = Sample(programs_BL, image_idxs_B, "these programs")
         costs = costs_of(engine, sample)
         engine.placement = make_placement(placement, devices, engine.parts, costs.work, sample.source)
-    image_rows_B, texts, calls, drawn = np.unique(image_idxs_B, return_inverse=True)[1], [], {}, ""
+    image_rows_B, texts, calls, drawn = np.unique(image_idxs_B, return_inverse=True)[1], list[str](), {}, ""
     for strategy in strategies:
         planner = engine.planner(strategy.batching, strategy.sharing, execution=strategy.execution)
         plan = planner(programs_BL, image_rows_B=image_rows_B)

@@ -1,6 +1,7 @@
 """Strategies, such as `lookahead+sharing+bfloat16`, which name the rows of a benchmark."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from iep.config import BATCHING, PRECISIONS, Config
 from iep.errors import InputError, nearest
@@ -53,7 +54,7 @@ def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *GROUPED, 
         _check(name, (*BATCHING, ALL), "scheduler")
         for each in added:
             _check(each, options, f"addition to {name}")
-        chosen = {option: option in added for option in OPTIONS}
+        chosen: dict[str, Any] = {option: option in added for option in OPTIONS}
         for kind, known, default in (
             ("precision", PRECISIONS, PRECISIONS[0]),
             ("execution", GROUPED, DEFAULT_EXECUTION),

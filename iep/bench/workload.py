@@ -44,7 +44,8 @@ class Workload:
     @property
     def feature_shape(self) -> tuple[int, int, int]:
         """The shape of an image's features, (C, H, W)."""
-        return tuple(self.features_NCHW.shape[1:])
+        _, channels, height, width = self.features_NCHW.shape
+        return channels, height, width
 
     def minibatch(self, start: int, size: int, device: torch.device) -> Minibatch:
         """Return the questions from `start` to `start + size - 1` as a data loader would batch them."""

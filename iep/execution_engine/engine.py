@@ -106,8 +106,8 @@ class ExecutionEngine(nn.Module):
             greatest[token] = max(greatest.get(token, 0.0), result.amax().item())
 
         with ExitStack() as hooks:
-            for op, token in self._runs.items():
-                if self.roles[op].is_penalized:
+            for token, role in zip(self.program_tokens, self.roles, strict=True):
+                if role is not None and role.is_penalized:
                     hooks.enter_context(getattr(self, token).register_forward_hook(partial(record, token)))
             yield greatest
 
@@ -131,9 +131,9 @@ class ExecutionEngine(nn.Module):
         if by_kernels not in self._op_groups:
             numbers, found = dict[tuple, int](), dict[int, int]()
             for op, token in self._runs.items():
-                kind = architecture(getattr(self, token), by_kernels)
-                if kind is not None:
-                    key = self.roles[op].reads, self.roles[op].result, kind
+                role, kind = self.roles[op], architecture(getattr(self, token), by_kernels)
+                if role is not None and kind is not None:
+                    key = role.reads, role.result, kind
                     found[op] = len(self.program_tokens) + numbers.setdefault(key, len(numbers))
             self._op_groups[by_kernels] = found
         return self._op_groups[by_kernels]
@@ -181,9 +181,10 @@ class ExecutionEngine(nn.Module):
         if execution == "cuda_graph" and not training:
             execution = "triton"
         elif execution == "cuda_graph":
-            if execution not in self._executions:
+            graphs = self._executions.get(execution)
+            if not isinstance(graphs, CudaGraphs):
                 raise ValueError("a CUDA graph needs a template; iep.models.build.fit_template sets it")
-            template = self._executions[execution].template
+            template = graphs.template
             if batching != DEFAULT_SCHEDULER:
                 raise ValueError(f"batching is {batching}, which a CUDA graph does not use")
         if attentions and not self.makes_attentions:

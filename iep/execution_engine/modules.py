@@ -29,6 +29,11 @@ class ExampleNorm(nn.BatchNorm2d):
     same names as those of batch norm.
     """
 
+    momentum: float
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
     def forward(self, x_GCHW: Tensor) -> Tensor:
         """Return the normalised maps.
 

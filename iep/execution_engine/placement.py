@@ -224,6 +224,7 @@ def costs_of(engine: Any, sample: Sample) -> Costs:
     tokens = engine.program_tokens
     if not sample.is_known:
         return Costs(flops, None)
+    assert sample.programs_QL is not None
     programs_QL = sample.programs_QL[_spread(len(sample.programs_QL), MOST_PROGRAMS)]
     graph = module_graph(programs_QL, tokens, engine.roles)
     calls = dict(zip(tokens, (np.bincount(graph.op, minlength=len(tokens)) / len(programs_QL)).tolist(), strict=True))
@@ -272,6 +273,7 @@ def plan_sample(sample: Sample, planner: Callable, batch_size: int, most: int) -
     Args:
         planner: `plan_programs` for an engine, as `engine.planner` returns it.
     """
+    assert sample.programs_QL is not None
     rows = _spread(len(sample.programs_QL), most * batch_size)
     count, plans = max(1, len(rows) // batch_size), []
     for number in range(count):

@@ -100,8 +100,8 @@ def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
             kinds[number] = kinds[node.arguments[0]] if node.arguments else None
             continue
         for argument, expected in zip(node.arguments, role.arguments, strict=True):
-            if kinds[argument] not in (None, expected):
-                misfits.append(Misfit(argument, number, kinds[argument], expected))
+            if (found := kinds[argument]) not in (None, expected):
+                misfits.append(Misfit(argument, number, found, expected))
         kinds[number] = None if node.token == SCENE else role.result  # `scene` is of the kind that its reader expects
     expected = result_kind(modules.role(SCENE))
     if kinds[0] not in (None, expected):

@@ -91,7 +91,7 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
     return lines
 
 
-def _results(program: Sequence[dict], facts: Facts) -> list[int | bool | str]:
+def _results(program: Sequence[dict], facts: Facts) -> list[Any]:
     results: list = []
     for call in program:
         results.append(_call(_name(call), [results[i] for i in call["inputs"]], call.get("value_inputs") or [], facts))

@@ -92,12 +92,12 @@ def _instantiate(family: Family, search: Search, tally: Counter) -> Instance | N
 def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
     """Return the family's possible answers, beginning with the one furthest behind its share."""
     kind, _, attribute = family.head.partition("_")
+    answers: Sequence[str] = YES_NO
+    weights: Sequence[float] = (1, 1)
     if kind == "query":
         answers, weights = VALUES[attribute], (1,) * 8
     elif kind == "count":
         answers, weights = [str(n) for n in range(len(search.facts.objects) + 1)], COUNT_WEIGHTS
-    else:
-        answers, weights = YES_NO, (1, 1)
     due = {
         answer: (tally[family.index, answer] + search.rng.random()) / weight
         for answer, weight in zip(answers, weights, strict=False)
@@ -177,9 +177,11 @@ def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
     compare = _COMPARE[family.head]
     for _ in range(TRIES):
         size = search.rng.choices((0, 1, 2, 3), (0.25, 0.35, 0.25, 0.15))[0]
-        left = describe_set(
-            search, lambda objects_D, size=size: np.minimum(SIZES[objects_D], 3) == size, family.links[0]
-        )
+
+        def fits(objects_D: np.ndarray, size: int = size) -> np.ndarray:
+            return np.minimum(SIZES[objects_D], 3) == size
+
+        left = describe_set(search, fits, family.links[0])
         if left is None:
             continue
 
@@ -206,7 +208,7 @@ def _find_comparison(family: Family, search: Search, answer: str) -> tuple | Non
     for left, right in search.rng.sample(pairs, min(len(pairs), TRIES)):
         first = describe_one(search, left, family.links[0], silent)
         second = first and describe_one(search, right, family.links[1], silent)
-        if second:
+        if first and second:
             query = (f"query_{attribute}", "unique")
             return (family.head, *query, *first.tokens, *query, *second.tokens), (first, second), ()
     return None

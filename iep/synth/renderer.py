@@ -12,6 +12,8 @@ images of CLEVR v1.0 with their scenes.
 Shape suffixes: H W rows and columns of a picture or of a box in it, P points.
 """
 
+from functools import reduce
+
 import numpy as np
 
 from iep.synth.lights import irradiance, may_shadow, shadow, shadow_box
@@ -115,8 +117,8 @@ def _paint(image_3HW: Grid, index: int, scene: Scene, ground_3HW: Grid, hits: Hi
 
 def _sum_blocks(grid_HW: Grid, size: int) -> Grid:
     """Return the sums of blocks of `size` rows and columns."""
-    rows_HW = sum(grid_HW[part::size] for part in range(size))
-    return sum(rows_HW[:, part::size] for part in range(size))
+    rows_HW = reduce(np.add, [grid_HW[part::size] for part in range(size)])
+    return reduce(np.add, [rows_HW[:, part::size] for part in range(size)])
 
 
 def shade(thing: Thing, scene: Scene, ground_3HW: Grid, u_P: Grid, v_P: Grid, depth_P: Grid) -> Grid:
@@ -155,7 +157,7 @@ def _matte(thing: Thing, scene: Scene, point_3P: Grid, normal_3P: Grid, shadowin
     """Return the (3, P) light of points of a thing as rubber, with the shadows of some things."""
     light_3P = np.tile(AMBIENT + AMBIENT_SLOPE * normal_3P[2], (3, 1))
     for lamp in scene.lamps:
-        light_P = irradiance(lamp, *point_3P, normal_3P)
+        light_P = irradiance(lamp, point_3P[0], point_3P[1], point_3P[2], normal_3P)
         for other in shadowing:
             if may_shadow(other, lamp, thing):
                 light_P *= 1 - shadow(other, lamp, *point_3P)
@@ -171,12 +173,13 @@ def _mirrored_ground(scene: Scene, ground_3HW: Grid, point_3P: Grid, mirror_3P: 
     camera, (height, width) = scene.camera, ground_3HW.shape[1:]
     offset_3P = point_3P + point_3P[2] / np.maximum(-mirror_3P[2], 0.02) * mirror_3P
     offset_3P -= np.array(camera.position, np.float32)[:, None]
-    right_P, up_P, depth_P = (dot(np.float32(axis), offset_3P) for axis in (camera.right, camera.up, camera.forward))
+    axes = np.array((camera.right, camera.up, camera.forward), np.float32)
+    right_P, up_P, depth_P = (dot(axis, offset_3P) for axis in axes)
     scale_P = FOCAL * width / np.maximum(depth_P, 0.1)
     column_P = np.clip(width / 2 + scale_P * right_P, 0, width - 1).astype(np.int32)
     row_P = np.clip(height / 2 - scale_P * up_P, 0, height - 1).astype(np.int32)
     ground_3P = ground_3HW[:, row_P, column_P]
-    behind_P = dot(np.float32(directions(camera)["behind"]), mirror_3P)
+    behind_P = dot(np.array(directions(camera)["behind"], np.float32), mirror_3P)
     sky_P = SKY + BACKDROP * np.clip(behind_P * 3 - 1.4, 0, 1)
     down_P = np.clip(0.5 - mirror_3P[2] / (2 * HORIZON), 0, 1)
     return sky_P + down_P * down_P * (3 - 2 * down_P) * (ground_3P - sky_P)

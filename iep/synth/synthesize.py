@@ -115,15 +115,15 @@ def make_image(options: Options, split: str, index: int, balance: Counter) -> tu
 
 def _make_block(out: Path, options: Options, split: str, indices: range) -> Made:
     """Write the images of a block, and return the rest."""
-    balance, tally = Counter(), Tally()
+    balance, tally = Counter[tuple[int, str]](), Tally()
     scenes, questions = [], defaultdict(list)
     for index in indices:
         scene, entry, generated = make_image(options, split, index, balance)
         paths = _picture_paths(out, options, split, index)
-        _write_png(paths[0], lambda scene=scene: render(scene, options.width, options.height))
+        _write_png(paths[0], partial(render, scene, options.width, options.height))
         if len(paths) == 2:
             depth_HW = annotate(scene, entry["objects"], options.width, options.height)
-            _write_png(paths[1], lambda depth_HW=depth_HW: depth_HW)
+            _write_png(paths[1], partial(np.asarray, depth_HW))
         scenes.append(json.dumps(entry))
         for number, question in enumerate(generated, index * options.questions_per_image):
             path = _questions_path(out, options, split, FAMILIES[question.family].group)

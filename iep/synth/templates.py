@@ -139,13 +139,13 @@ _EQUAL = {
         "shape": ("Is {the_a} the same shape as {the_b}?", "There is {an_a}; is it the same shape as {the_b}?"),
     }.items()
 }
-_SAME_EXIST = (
+_SAME_EXIST: tuple[str, ...] = (
     "Are there any other {things} {same_many}?",
     "Is there any other {thing} {same}?",
     "Is there another {thing} {same}?",
     "Is there anything else {same}?",
 )
-_SAME_COUNT = (
+_SAME_COUNT: tuple[str, ...] = (
     "How many other {things} are {as}?",
     "What number of other {things} are {as}?",
     "How many other {things} are there {same_many}?",
