@@ -16,6 +16,7 @@ from train_cases import iep_train
 from iep.config import Config, read_config
 from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
 from iep.runtime.records import METRICS, Records
+from iep.training.run_training import TORCHRUN
 
 COMMANDS = ("ask", "bench", "evaluate", "preprocess", "synth", "train")
 
@@ -112,15 +113,19 @@ def test_a_clevr_directory_must_be_preprocessed_first(tmp_path: Path):
 # Resuming
 
 
-def test_a_process_that_torchrun_has_restarted_resumes_its_run(data, tmp_path: Path, monkeypatch):
+def test_a_process_that_torchrun_restarts_resumes_a_run_only_if_this_torchrun_began_it(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     out = tmp_path / "run"
     given = ("--out", out, "--model", "lstm", "--data", data, *tiny("lstm"))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert iep_train(*given, "iterations=2").exit_code == 0
-    assert_one_error(iep_train(*given, "iterations=4"), f"{out}: already holds a run; add --resume")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert iep_train(*given, "iterations=4").exit_code == 0
     assert step(out) == 4
+    (out / TORCHRUN).write_text("another")
+    for restarts in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
 
 
 def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):

@@ -65,7 +65,7 @@ from iep.program_generator.decode import greedy
 from iep.program_generator.encoder import trim
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import program_lengths
-from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
+from iep.runtime.distributed import attempt, broadcast, by_main, is_main, rank, torchrun_identity, total, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner, with_processes
@@ -75,6 +75,8 @@ from iep.training.loop import RunData, Trainer
 from iep.training.tasks import TASKS, Task
 from iep.vocab import Vocab
 
+TORCHRUN = ".torchrun"
+"""The file in a run directory that identifies the torchrun that started or resumed the run."""
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
 """Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
 
@@ -92,6 +94,12 @@ def load_start(out: Path) -> Saved | None:
         InputError: the checkpoint is damaged, or is not that of a run.
     """
     return by_main(lambda: load_newest(out))
+
+
+def was_restarted(out: Path) -> bool:
+    """Return whether torchrun has restarted the run in `out` after a process failed (`--max-restarts`)."""
+    mine, path = torchrun_identity(), out / TORCHRUN
+    return broadcast(mine is not None and path.is_file() and path.read_text() == mine)
 
 
 def config_of(start: Saved) -> Config:
@@ -343,6 +351,8 @@ def _fit(trainer: Trainer) -> None:
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / CONFIG, to_yaml(config).encode())
+        if (torchrun := torchrun_identity()) is not None:
+            write_bytes(out / TORCHRUN, torchrun.encode())
         if config.placement != NONE:
             write_bytes(out / PLACEMENT_FILE, trainer.task.networks["engine"].placement.to_yaml().encode())
         tqdm.write(_describe(trainer))
