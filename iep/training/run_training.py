@@ -31,7 +31,7 @@ from iep.config import (
 from iep.data.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.data.loader import Loading
 from iep.data.ordering import Order, make_order
-from iep.data.question_families import family_filter
+from iep.data.question_families import family_filter, listed
 from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
@@ -152,7 +152,7 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         return None
     if changed and is_main():
         tqdm.write(f"{out}: resumes with {', '.join(changed)}")
-    trainer = _build(start, config, out, given, _open(config))
+    trainer = _build(start, config, out, given, _open(start, config))
     _fit(trainer)
     return trainer
 
@@ -179,13 +179,21 @@ def _check(start: Saved | None, config: Config, out: Path, given: Collection[str
     return changed
 
 
-def _open(config: Config) -> RunData:
+def _open(start: Saved | None, config: Config) -> RunData:
     """Open the data, which must be the same in all processes; each may read its own copy.
 
     Raises:
-        InputError: a file is missing or damaged, lacks a dataset, or is not that of the first process (names the file
-            and the process).
+        InputError: a file is missing or damaged, a dataset is missing, a file is not that of the first process (names
+            the file and the process), or the file of question families has changed since the checkpoint was saved.
     """
+    families = attempt(lambda: listed(config.families))
+    if start is not None and config.families == start.content["config"].get("families"):
+        before = start.content.get("families", families)  # earlier versions did not record them
+        if before != families:
+            raise InputError(
+                f"{start.path}: was trained on the question families {before}, but {config.families} lists {families}; "
+                "undo that to resume, or give --families another file"
+            )
     device = main_device(config.placement, config.devices, config.device)
     assert config.data is not None  # `_check` requires it
     data = Path(config.data)
@@ -193,7 +201,8 @@ def _open(config: Config) -> RunData:
     check_same_data(data, vocab, [training, validation])
     for split in filter(None, (training, validation)):
         TASKS[config.model].check_questions(config, split.questions)
-    return RunData(device, vocab, _in_memory(training, config), validation and _in_memory(validation, config))
+    training, validation = _in_memory(training, config), validation and _in_memory(validation, config)
+    return RunData(device, vocab, training, validation, families)
 
 
 def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None]:
