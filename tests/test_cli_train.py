@@ -61,12 +61,12 @@ def test_a_tracker_gets_the_settings_and_the_metrics(data: Path, tmp_path: Path,
         given.update(arguments)
         return SimpleNamespace(log=lambda row, step: logged.append({"step": step, **row}))
 
-    start = ("--model", "lstm", "--data", data, *tiny("lstm"), "iterations=2", "validate_every=2", "tracker=trackio")
+    start = ("--model", "lstm", *tiny("lstm"), "iterations=2", "validate_every=2", "tracker=trackio")
     monkeypatch.setitem(sys.modules, "trackio", None)
-    message = "tracker trackio: import of trackio halted; None in sys.modules; pip install 'iep[trackio]'"
-    assert_one_error(iep_train(*start, "--out", tmp_path / "none"), message)
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
-    assert iep_train(*start, "--out", tmp_path / "run").exit_code == 0
+    message = "tracker trackio is not installed; pip install 'iep[trackio]'"
+    assert_one_error(iep_train(*start, "--data", "nowhere", "--out", tmp_path / "none"), message)  # before the data
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, __spec__=True))
+    assert iep_train(*start, "--data", data, "--out", tmp_path / "run").exit_code == 0
     assert (given["project"], given["name"], given["config"]["batch_size"]) == ("iep", "run", 8)
     assert logged == [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert {"loss", "accuracy", "validation_accuracy"} < set().union(*logged)

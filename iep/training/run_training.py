@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,8 @@ def _check(start: Saved | None, config: Config, out: Path, given: Collection[str
     TASKS[config.model].check_starts(config)
     check_asynchronous(config)
     check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
+    if config.tracker is not None and is_main() and find_spec(config.tracker) is None:
+        raise InputError(f"tracker {config.tracker} is not installed; pip install 'iep[{config.tracker}]'")
     if start is None and checkpoints(out):
         raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
     if start is None and (out / WEIGHTS).exists():
