@@ -211,9 +211,18 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: st
     assert not names["run"].exists()
 
 
-def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    ("rank", "problem"),
+    [
+        (None, "environment variable RANK expected, but not set"),
+        ("5", "RANK is 5, expected a number below 2"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch, rank, problem: str):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_one_error(iep_train("--out", tmp_path), "environment variable RANK expected, but not set")
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert_one_error(iep_train("--out", tmp_path), problem)
 
 
 # What all commands share

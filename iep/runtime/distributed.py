@@ -59,6 +59,9 @@ def joined() -> Iterator[None]:
 
 
 def _connect() -> None:
+    given, size = int(os.environ.get("RANK", 0)), int(os.environ["WORLD_SIZE"])
+    if given >= size:  # the processes would wait for one another
+        raise ValueError(f"RANK is {given}, expected a number below {size}")
     store, number, size = next(dist.rendezvous("env://"))
     # torchrun keeps its store when it restarts processes, and with it the addresses of those that have ended. Several
     # machines do not agree on the number of restarts; scripts/train_nodes.sh makes torchrun start new stores instead.
