@@ -153,15 +153,15 @@ def attempt(make: Callable[[], T], here: bool = True) -> T | None:
         InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
         OSError: `make` raised it in some process, which is handled in the same way.
     """
-    made = error = None
+    made = mine = None
     try:
         made = make() if here else None
-    except (InputError, OSError) as caught:
-        error = caught
-    errors = [error]
+    except (InputError, OSError) as error:
+        mine = error
+    errors = [mine]
     if world_size() > 1:
         errors *= world_size()
-        dist.all_gather_object(errors, error)
+        dist.all_gather_object(errors, mine)
     for number, error in enumerate(errors):
         if error is not None:
             if not is_main():
