@@ -162,11 +162,11 @@ def attempt(make: Callable[[], T], here: bool = True) -> T | None:
     if world_size() > 1:
         errors *= world_size()
         dist.all_gather_object(errors, mine)
-    for number, error in enumerate(errors):
-        if error is not None:
+    for number, first in enumerate(errors):
+        if first is not None:
             if not is_main():
                 sys.exit(1)
-            raise InputError(f"process {number}: {error}") if number and isinstance(error, InputError) else error
+            raise InputError(f"process {number}: {first}") if number and isinstance(first, InputError) else first
     return made
 
 
