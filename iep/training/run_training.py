@@ -389,19 +389,16 @@ def _describe(trainer: Trainer) -> str:
     )
     # The gradient and the two averages of AdamW are as large as the trained parameters.
     networks = sum(p.nbytes for p in held) + 3 * sum(p.nbytes for p in trainer.parameters)
-    memory = f"{networks / 1e9:.2f} GB for parameters, gradients and optimiser state"
     unit = "images" if config.model == "backbone" else "questions"
-    splits, features = [], 0
+    splits = []
     for name, split in ((config.train_split, data.training), (config.val_split, data.validation)):
         if split is not None:
             images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
             splits.append(images if unit == "images" else f"{len(split.questions):,} questions about {images}")
-            features += 0 if split.features is None else len(split.features) * split.features.row_bytes
-    if config.features_in_memory:
-        memory += f", {features / 1e9:.2f} GB for features"
     return (
         f"{trainer.out}: {', '.join(model)}\n"
-        f"memory: {memory}; minibatches and activations need more\n"
+        f"memory: {networks / 1e6:,.1f} MB for parameters, gradients and optimiser state; "
+        "minibatches and activations need more\n"
         f"{config.data}: {' and '.join(splits)}\n"
         f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {unit} each"
     )
