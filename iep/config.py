@@ -48,8 +48,8 @@ PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
 ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "backward_weights")
 """The settings that only asynchronous training uses."""
-DROPPED = ("replicas",)
-"""Settings of earlier versions, whose saved settings may have them with the value of none."""
+DROPPED: Mapping[str, Any] = {"replicas": []}
+"""Settings of earlier versions, which saved settings may still have with these values."""
 SYNCHRONOUS = ("defer_weight_grads", "execution")
 """The settings that asynchronous training does not use."""
 SECTIONS = {
@@ -524,7 +524,7 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
     changes = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if name in DROPPED and not value:
+        if name in DROPPED and value == DROPPED[name]:
             continue
         if key not in known:
             raise InputError(f"{source}: unknown key {name!r}{_meant(config, str(key))}")

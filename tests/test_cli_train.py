@@ -16,6 +16,7 @@ from train_cases import iep_train
 from iep.config import Config, read_config
 from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
 from iep.runtime.records import METRICS, Records
+from iep.training.run_training import TORCHRUN
 
 COMMANDS = ("ask", "bench", "evaluate", "preprocess", "synth", "train")
 
@@ -41,7 +42,7 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     out = tmp_path / "run"
     before, *lines, last = done.stdout.splitlines()
     assert re.fullmatch(rf"{out}: ee on cpu, \d+ threads?, [\d,]+ parameters", before)
-    memory = r"memory: 0\.\d\d GB for parameters, gradients and optimiser state; minibatches and activations need more"
+    memory = r"memory: 0\.[1-9] MB for parameters, gradients and optimiser state; minibatches and activations need more"
     assert re.fullmatch(memory, lines.pop(0))
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
     accuracies = ["ee before the first iteration", "ee iteration 2", "ee iteration 4"]
@@ -60,12 +61,12 @@ def test_a_tracker_gets_the_settings_and_the_metrics(data: Path, tmp_path: Path,
         given.update(arguments)
         return SimpleNamespace(log=lambda row, step: logged.append({"step": step, **row}))
 
-    start = ("--model", "lstm", "--data", data, *tiny("lstm"), "iterations=2", "validate_every=2", "tracker=trackio")
+    start = ("--model", "lstm", *tiny("lstm"), "iterations=2", "validate_every=2", "tracker=trackio")
     monkeypatch.setitem(sys.modules, "trackio", None)
-    message = "tracker trackio: import of trackio halted; None in sys.modules; pip install 'iep[trackio]'"
-    assert_one_error(iep_train(*start, "--out", tmp_path / "none"), message)
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
-    assert iep_train(*start, "--out", tmp_path / "run").exit_code == 0
+    message = "tracker trackio is not installed; pip install 'iep[trackio]'"
+    assert_one_error(iep_train(*start, "--data", "nowhere", "--out", tmp_path / "none"), message)  # before the data
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, __spec__=True))
+    assert iep_train(*start, "--data", data, "--out", tmp_path / "run").exit_code == 0
     assert (given["project"], given["name"], given["config"]["batch_size"]) == ("iep", "run", 8)
     assert logged == [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert {"loss", "accuracy", "validation_accuracy"} < set().union(*logged)
@@ -112,15 +113,19 @@ def test_a_clevr_directory_must_be_preprocessed_first(tmp_path: Path):
 # Resuming
 
 
-def test_a_process_that_torchrun_has_restarted_resumes_its_run(data, tmp_path: Path, monkeypatch):
+def test_a_process_that_torchrun_restarts_resumes_a_run_only_if_this_torchrun_began_it(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     out = tmp_path / "run"
     given = ("--out", out, "--model", "lstm", "--data", data, *tiny("lstm"))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert iep_train(*given, "iterations=2").exit_code == 0
-    assert_one_error(iep_train(*given, "iterations=4"), f"{out}: already holds a run; add --resume")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert iep_train(*given, "iterations=4").exit_code == 0
     assert step(out) == 4
+    (out / TORCHRUN).write_text("another")
+    for restarts in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
 
 
 def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
@@ -206,9 +211,18 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: st
     assert not names["run"].exists()
 
 
-def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    ("rank", "problem"),
+    [
+        (None, "environment variable RANK expected, but not set"),
+        ("5", "RANK is 5, expected a number below 2"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch, rank, problem: str):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_one_error(iep_train("--out", tmp_path), "environment variable RANK expected, but not set")
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert_one_error(iep_train("--out", tmp_path), problem)
 
 
 # What all commands share

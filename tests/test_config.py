@@ -111,10 +111,11 @@ CHANGED = Config(
 )
 
 
-def test_a_dropped_setting_of_an_earlier_version_is_read_only_without_a_value(tmp_path: Path):
+def test_a_dropped_setting_of_an_earlier_version_is_read_only_as_it_was_saved(tmp_path: Path):
     assert read_config(write(tmp_path / "config.yaml", "model: ee\nreplicas: []\n")) == Config(model="ee")
-    with refused("", "unknown key 'replicas'"):
-        read_config(write(tmp_path / "config.yaml", "model: ee\nreplicas: [stem=2]\n"))
+    for given in ("replicas=[stem=2]", "replicas=0", "replicas="):
+        with refused("", "unknown key 'replicas'"):
+            read_config(None, [given])
 
 
 @pytest.mark.parametrize("config", [Config(), CHANGED])

@@ -59,9 +59,9 @@ class Conductor:
 
     Instances are numbered from 0 in the order of admission. Instance n is admitted only if n < oldest + K, where oldest
     is the number of the oldest instance in flight and K is `max_active_keys`. At most K instances are therefore in
-    flight, and a slow instance delays those that follow instead of seeing ever more updates, whose number
-    docs/asynchronous.md bounds. With `flush_every`, an instance whose number is a multiple of it is admitted only when
-    nothing is in flight.
+    flight, and a slow instance delays those that follow, so that the number of updates during its flight is limited.
+    docs/asynchronous.md states the bound. With `flush_every`, an instance whose number is a multiple of it is admitted
+    only when nothing is in flight.
 
     Raises:
         ValueError: `max_active_keys` or `flush_every` is less than 1.

@@ -98,7 +98,7 @@ class Run:
     losses: list[float]
     """The loss of each instance, in the order of admission."""
     staleness: Counter[Staleness]
-    """The number of backward passes of modules with weights of each staleness."""
+    """The number of backward passes of the run, by op and by the number of updates since the forward pass."""
     updates: dict[int, int]
     """The number of updates of each op with weights."""
     seconds: float
@@ -120,7 +120,7 @@ class _Clock:
 
 
 Driver = Callable[[Conductor, int, Iterable[Instance], Begin, Callable[[WorkerTask], object], Note], None]
-"""How the workers run, such as `run_threads`, whose arguments it has."""
+"""A function that runs the workers, with the arguments of `run_threads`."""
 
 
 class TrainedOp:

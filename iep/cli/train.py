@@ -1,6 +1,5 @@
 """`iep-train`: train a model on preprocessed data, and write checkpoints into a run directory."""
 
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -238,11 +237,10 @@ def main(
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
     from iep.runtime.distributed import is_main, joined
-    from iep.training.run_training import train_from
+    from iep.training.run_training import train_from, was_restarted
 
-    was_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, after a process has failed
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
-        config, start = resolve(resume or was_restarted)
+        config, start = resolve(resume or was_restarted(out))
         if resume and config.data is None and not (out / CONFIG).exists():
             raise InputError(f"{out}: holds no run to resume; to start one, give --data DIR")
         trainer = train_from(start, config, out, names)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
@@ -58,6 +59,9 @@ def joined() -> Iterator[None]:
 
 
 def _connect() -> None:
+    given, size = int(os.environ.get("RANK", 0)), int(os.environ["WORLD_SIZE"])
+    if given >= size:  # the processes would wait for one another
+        raise ValueError(f"RANK is {given}, expected a number below {size}")
     store, number, size = next(dist.rendezvous("env://"))
     # torchrun keeps its store when it restarts processes, and with it the addresses of those that have ended. Several
     # machines do not agree on the number of restarts; scripts/train_nodes.sh makes torchrun start new stores instead.
@@ -96,6 +100,14 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """Return the number of processes of the job on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
+
+
+def torchrun_identity() -> str | None:
+    """Return an identifier of the torchrun that started this process, None without one; restarts do not change it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {started}"
 
 
 def barrier() -> None:
@@ -141,20 +153,20 @@ def attempt(make: Callable[[], T], here: bool = True) -> T | None:
         InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
         OSError: `make` raised it in some process, which is handled in the same way.
     """
-    made = error = None
+    made = mine = None
     try:
         made = make() if here else None
-    except (InputError, OSError) as caught:
-        error = caught
-    errors = [error]
+    except (InputError, OSError) as error:
+        mine = error
+    errors = [mine]
     if world_size() > 1:
         errors *= world_size()
-        dist.all_gather_object(errors, error)
-    for number, error in enumerate(errors):
-        if error is not None:
+        dist.all_gather_object(errors, mine)
+    for number, first in enumerate(errors):
+        if first is not None:
             if not is_main():
                 sys.exit(1)
-            raise InputError(f"process {number}: {error}") if number and isinstance(error, InputError) else error
+            raise InputError(f"process {number}: {first}") if number and isinstance(first, InputError) else first
     return made
 
 

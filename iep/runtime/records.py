@@ -76,21 +76,19 @@ class Records:
 
 
 def start_tracker(package: str | None, out: Path, settings: Mapping[str, Any]) -> Any:
-    """Start a run of a tracker, named as the directory `out`, which ends with the process; return None without one.
+    """Start a run of a tracker, named after the directory `out`, which ends with the process; return None without one.
 
     Args:
         package: the name of a package with the interface of wandb.
         settings: the settings of the run, which the tracker shows.
 
     Raises:
-        InputError: the package is not installed, or cannot start a run.
+        InputError: the package cannot start a run.
     """
     if package is None:
         return None
     try:
         return import_module(package).init(project="iep", name=out.name, config=dict(settings))
-    except ModuleNotFoundError as error:
-        raise InputError(f"tracker {package}: {error}; pip install 'iep[{package}]'") from None
     except Exception as error:  # without a login or a network, say; each package has errors of its own
         raise InputError(f"tracker {package} cannot start: {' '.join(str(error).split())}") from None
 

@@ -65,6 +65,8 @@ class RunData:
     vocab: Vocab
     training: Split
     validation: Split | None = None
+    families: str | None = None
+    """The question families that the config's file lists; None without a file."""
 
 
 TrainOn = Callable[["Trainer", Iterator[Batch], Iterable[Batch] | None], None]
@@ -314,6 +316,7 @@ class Trainer:
             "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
             "vocab": self.data.vocab.to_json(),
             "features": {} if features is None else dict(features.recipe),
+            "families": self.data.families,
             "networks": pack(self.task.networks),
             "optimizer": self.optimizer.state_dict(),
         }

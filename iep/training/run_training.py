@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from iep.config import (
 from iep.data.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.data.loader import Loading
 from iep.data.ordering import Order, make_order
-from iep.data.question_families import family_filter
+from iep.data.question_families import family_filter, listed
 from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
@@ -65,7 +66,7 @@ from iep.program_generator.decode import greedy
 from iep.program_generator.encoder import trim
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import program_lengths
-from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
+from iep.runtime.distributed import attempt, broadcast, by_main, is_main, rank, torchrun_identity, total, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner, with_processes
@@ -75,6 +76,8 @@ from iep.training.loop import RunData, Trainer
 from iep.training.tasks import TASKS, Task
 from iep.vocab import Vocab
 
+TORCHRUN = ".torchrun"
+"""The file in a run directory that identifies the torchrun that started or resumed the run."""
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
 """Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
 
@@ -92,6 +95,12 @@ def load_start(out: Path) -> Saved | None:
         InputError: the checkpoint is damaged, or is not that of a run.
     """
     return by_main(lambda: load_newest(out))
+
+
+def was_restarted(out: Path) -> bool:
+    """Return whether torchrun has restarted the run in `out` after a process failed (`--max-restarts`)."""
+    mine, path = torchrun_identity(), out / TORCHRUN
+    return broadcast(mine is not None and path.is_file() and path.read_text() == mine)
 
 
 def config_of(start: Saved) -> Config:
@@ -144,7 +153,7 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         return None
     if changed and is_main():
         tqdm.write(f"{out}: resumes with {', '.join(changed)}")
-    trainer = _build(start, config, out, given, _open(config))
+    trainer = _build(start, config, out, given, _open(start, config))
     _fit(trainer)
     return trainer
 
@@ -164,6 +173,8 @@ def _check(start: Saved | None, config: Config, out: Path, given: Collection[str
     TASKS[config.model].check_starts(config)
     check_asynchronous(config)
     check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
+    if config.tracker is not None and is_main() and find_spec(config.tracker) is None:
+        raise InputError(f"tracker {config.tracker} is not installed; pip install 'iep[{config.tracker}]'")
     if start is None and checkpoints(out):
         raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
     if start is None and (out / WEIGHTS).exists():
@@ -171,13 +182,21 @@ def _check(start: Saved | None, config: Config, out: Path, given: Collection[str
     return changed
 
 
-def _open(config: Config) -> RunData:
+def _open(start: Saved | None, config: Config) -> RunData:
     """Open the data, which must be the same in all processes; each may read its own copy.
 
     Raises:
-        InputError: a file is missing or damaged, lacks a dataset, or is not that of the first process (names the file
-            and the process).
+        InputError: a file is missing or damaged, a dataset is missing, a file is not that of the first process (names
+            the file and the process), or the file of question families has changed since the checkpoint was saved.
     """
+    families = attempt(lambda: listed(config.families))
+    if start is not None and config.families == start.content["config"].get("families"):
+        before = start.content.get("families", families)  # earlier versions did not record them
+        if before != families:
+            raise InputError(
+                f"{start.path}: was trained on the question families {before}, but {config.families} lists {families}; "
+                "undo that to resume, or give --families another file"
+            )
     device = main_device(config.placement, config.devices, config.device)
     assert config.data is not None  # `_check` requires it
     data = Path(config.data)
@@ -185,7 +204,8 @@ def _open(config: Config) -> RunData:
     check_same_data(data, vocab, [training, validation])
     for split in filter(None, (training, validation)):
         TASKS[config.model].check_questions(config, split.questions)
-    return RunData(device, vocab, _in_memory(training, config), validation and _in_memory(validation, config))
+    training, validation = _in_memory(training, config), validation and _in_memory(validation, config)
+    return RunData(device, vocab, training, validation, families)
 
 
 def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None]:
@@ -343,6 +363,8 @@ def _fit(trainer: Trainer) -> None:
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / CONFIG, to_yaml(config).encode())
+        if (torchrun := torchrun_identity()) is not None:
+            write_bytes(out / TORCHRUN, torchrun.encode())
         if config.placement != NONE:
             write_bytes(out / PLACEMENT_FILE, trainer.task.networks["engine"].placement.to_yaml().encode())
         tqdm.write(_describe(trainer))
@@ -367,19 +389,16 @@ def _describe(trainer: Trainer) -> str:
     )
     # The gradient and the two averages of AdamW are as large as the trained parameters.
     networks = sum(p.nbytes for p in held) + 3 * sum(p.nbytes for p in trainer.parameters)
-    memory = f"{networks / 1e9:.2f} GB for parameters, gradients and optimiser state"
     unit = "images" if config.model == "backbone" else "questions"
-    splits, features = [], 0
+    splits = []
     for name, split in ((config.train_split, data.training), (config.val_split, data.validation)):
         if split is not None:
             images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
             splits.append(images if unit == "images" else f"{len(split.questions):,} questions about {images}")
-            features += 0 if split.features is None else len(split.features) * split.features.row_bytes
-    if config.features_in_memory:
-        memory += f", {features / 1e9:.2f} GB for features"
     return (
         f"{trainer.out}: {', '.join(model)}\n"
-        f"memory: {memory}; minibatches and activations need more\n"
+        f"memory: {networks / 1e6:,.1f} MB for parameters, gradients and optimiser state; "
+        "minibatches and activations need more\n"
         f"{config.data}: {' and '.join(splits)}\n"
         f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {unit} each"
     )
