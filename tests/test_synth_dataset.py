@@ -214,6 +214,13 @@ def test_arguments_that_cannot_be_followed_are_one_line(tmp_path: Path, flags: s
     assert not (tmp_path / "out").exists()
 
 
+def test_no_file_of_a_split_is_written_without_a_question(tmp_path: Path) -> None:
+    few = ("--preset", "mini", "--families", "closure", "--train", "1", "--val", "0")
+    assert_one_error(iep_synth(tmp_path, *few), f"{tmp_path}/", "_train.json: would have no question; make more images")
+    assert not list(tmp_path.glob("*_train.json"))
+    assert not (tmp_path / "scenes/CLEVR_train_scenes.json").exists()
+
+
 def test_the_sample_is_what_its_command_makes(tmp_path: Path) -> None:
     lines = (ROOT / "data" / "README.md").read_text().splitlines()
     (line,) = [line for line in lines if "iep-synth data/sample" in line]
