@@ -131,6 +131,7 @@ def test_images_are_added_to_a_data_set_without_drawing_its_own_again(made, tmp_
     [
         ("images/mine.png", "precious", "not empty and not made by iep-synth"),
         ("synth.json", "{}", "was made with generator None, now it is 3"),
+        ("synth.json", '{"rules": 3}', "synth.json: {'rules': 3}, expected the record of iep-synth"),
     ],
 )
 def test_a_directory_of_something_else_is_never_touched(

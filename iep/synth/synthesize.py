@@ -253,7 +253,7 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     if not path.exists():
         raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
     found = read_json(path, "the record of iep-synth")
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not isinstance(found.get("rules", {}), dict):
         raise InputError(f"{path}: {found!r:.60}, expected the record of iep-synth, an object")
     there = {"families": "clevr"} | found | found.get("rules", {})  # older records have no families
     given = record | record["rules"]
