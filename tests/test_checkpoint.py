@@ -2,9 +2,9 @@
 
 import os
 import pickle
-import warnings
 import random
 import shutil
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
