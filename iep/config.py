@@ -263,8 +263,8 @@ class Config:
     prefetch: int = setting(2, minimum=1)
     """The number of batches that each worker prepares in advance."""
     features_in_memory: bool = setting(False, models=(*READING_FEATURES, "backbone"))
-    """Read all features at the start into the system's file cache, which all processes of a machine share; decode all
-    images into memory, for a backbone."""
+    """Read all features at the start into the system's file cache, which all processes of a machine share; this makes
+    later reads faster if the file is not compressed. For a backbone, decode all images into memory."""
 
     iterations: int = setting(20_000, minimum=1)
     """The number of training steps."""

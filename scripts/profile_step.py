@@ -64,7 +64,9 @@ def main() -> None:
                 run()
             total = [each for each in found.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
             on_gpu = sum(each.self_device_time_total for each in total) / 1e3
-            text = f"{size} questions, {strategy.name}: {1e3 * wall:.2f} ms, {step.count_kernels() or 'no'} kernels, "
+            text = f"{size} questions, {strategy.name}: {1e3 * wall:.2f} ms, "
+            if (kernels := step.count_kernels()) is not None:
+                text += f"{kernels} kernels, "
             text += f"{on_gpu:.2f} ms on the GPU, {flops / wall / 1e12:.2f} TFLOP/s"
             if peaks is not None:
                 text += f", {100 * flops / wall / peaks[strategy.precision == 'bfloat16']:.1f}% of the peak"

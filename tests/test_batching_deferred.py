@@ -151,3 +151,16 @@ def test_several_backward_passes_and_one_of_the_inputs_alone_leave_nothing_for_l
     for passes in (1, 2):
         loss.backward(retain_graph=True)
         torch.testing.assert_close([of_inputs, layer.weight.grad], [expected[0], passes * expected[1]])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(lambda: Conv2d(**CONVOLUTION), (2, 4, 5, 5)), (lambda: Linear(4, 4), (2, 4))]
+)
+@pytest.mark.parametrize("run", [recurrent, deferred(recurrent)])
+def test_a_weight_that_is_changed_in_place_before_the_backward_pass_is_an_error(layer, shape, run):
+    layer, inputs = layer(), torch.randn(shape, requires_grad=True)
+    loss = run(layer, inputs).sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, inputs)

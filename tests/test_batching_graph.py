@@ -85,10 +85,11 @@ def test_invalid_programs_are_errors(tokens_BL, leaf, message):
     [
         ([0, 1], [[0], [2]], [2], r"node 1 has arguments \[2\], expected"),
         ([0], [[-1]], [1], r"node 0 has arguments \[-1\], expected"),
+        ([0], [[]], [1], r"node 0 has arguments \[\], expected"),
         ([7, 7], [[0, -1], [0, 1]], [2], "other nodes of op 7 have 1"),
         ([0], [[0]], [2], "roots .2. are not all slots 0 to 1"),
     ],
-    ids=["cycle", "no argument", "two arities", "root beyond"],
+    ids=["cycle", "no argument", "no column of arguments", "two arities", "root beyond"],
 )
 def test_an_invalid_graph_is_an_error(op, args, roots, message):
     with pytest.raises(ValueError, match=message):

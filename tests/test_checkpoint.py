@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import shutil
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,6 +103,7 @@ NOT_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: torch.save(None, path), NOT_OURS),
     (_archive, NOT_WHOLE),
     (lambda path: path.write_bytes(pickle.dumps({"format": FORMAT, "a": print})), "a pickle protocol above 3"),
+    *((lambda path, text=text: path.write_bytes(text), NOT_WHOLE) for text in (b"<!DOCTYPE html>", b"none", bytes(99))),
     (Path.unlink, "no such file"),
     (
         lambda path: (path.unlink(), path.mkdir()),
@@ -111,11 +113,17 @@ NOT_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize(("damage", "problem"), NOT_CHECKPOINTS)
 def test_a_file_that_is_not_a_checkpoint_is_refused(copy: Path, damage: Callable[[Path], object], problem: str):
     damage(copy)
     assert problem in refusal(copy)
+
+
+def test_a_checkpoint_of_pickle_protocol_3_loads_without_a_warning(copy: Path):
+    held = load_checkpoint(copy)
+    torch.save(held, copy, pickle_protocol=3)
+    with warnings.catch_warnings(action="error"):
+        assert load_checkpoint(copy)["step"] == held["step"]
 
 
 # Checkpoints whose parts are not what they should be

@@ -90,6 +90,7 @@ def test_the_page_needs_no_other_file_and_lists_a_part_of_a_long_split(data, run
     total = {"val": VAL, "test": TEST}[split]
     for each in (said, f"Listed are 8 of {total} questions", "No images were given"):
         assert each in page
+    assert ("in turn from every family" in page) == (split == "val")
     assert page.count("<article") == 8
 
 

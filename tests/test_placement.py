@@ -109,7 +109,7 @@ def test_parts_and_copies_are_described_in_maps_and_bytes() -> None:
     plan = engine.planner()(PROGRAMS_BL)
     text = describe_placement("round-robin", engine.placement, costs.work)
     assert {"cpu#0", "cpu#1", *engine.parts} <= set(text.split())
-    rows, text = rows_copied(plan.plan, 0), describe_copies(plan, costs, [4 * 4 * 4])
+    rows, text = rows_copied(plan.plan, 0), describe_copies(plan, [4 * 4 * 4])
     assert rows > 0
     assert f"the forward pass copies {rows} maps of {4 * 4 * 4 * 4} bytes between devices" in text
     assert torch.get_rng_state().equal(state)

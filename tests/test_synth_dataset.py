@@ -131,6 +131,7 @@ def test_images_are_added_to_a_data_set_without_drawing_its_own_again(made, tmp_
     [
         ("images/mine.png", "precious", "not empty and not made by iep-synth"),
         ("synth.json", "{}", "was made with generator None, now it is 3"),
+        ("synth.json", '{"rules": 3}', "synth.json: {'rules': 3}, expected the record of iep-synth"),
     ],
 )
 def test_a_directory_of_something_else_is_never_touched(
@@ -212,6 +213,13 @@ def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Pat
 def test_arguments_that_cannot_be_followed_are_one_line(tmp_path: Path, flags: str, complaint: str, code: int) -> None:
     assert_one_error(iep_synth(tmp_path / "out", *flags.split(" ")), complaint, code=code)
     assert not (tmp_path / "out").exists()
+
+
+def test_no_file_of_a_split_is_written_without_a_question(tmp_path: Path) -> None:
+    few = ("--preset", "mini", "--families", "closure", "--train", "1", "--val", "0")
+    assert_one_error(iep_synth(tmp_path, *few), f"{tmp_path}/", "_train.json: would have no question; make more images")
+    assert not list(tmp_path.glob("*_train.json"))
+    assert not (tmp_path / "scenes/CLEVR_train_scenes.json").exists()
 
 
 def test_the_sample_is_what_its_command_makes(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ class Model:
             half: store float16, which takes half the space. Computation is in float32 all the same.
 
         Raises:
-            InputError: the directory holds a run, whose checkpoints `iep.load` would read, or is no path.
+            InputError: the directory holds a run, whose checkpoints `iep.load` would read, or `directory` is not a path.
             OSError: a file cannot be written.
         """
         if not isinstance(directory, str | PathLike):
@@ -248,7 +248,7 @@ class Model:
             private: whether a new repository is private.
 
         Raises:
-            InputError: the extra is not installed, or `name` is no name of a repository.
+            InputError: the extra is not installed, or `name` is not a repository name.
             HfHubHTTPError: the Hub refuses the upload.
         """
         if not isinstance(name, str) or not HUB_NAME.fullmatch(name):
@@ -305,7 +305,7 @@ HUB_NAME = re.compile(r"(\w[\w.-]*)/\w[\w.-]*")
 HUB_TIMEOUT = 5.0
 """The seconds that the Hub has to answer whether a repository exists."""
 RUNS = "runs"
-"""The usual directory of runs, which is no user of the Hub."""
+"""The usual directory of runs, which is never looked up on the Hub."""
 
 
 def load(

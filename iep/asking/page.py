@@ -88,8 +88,8 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
     def answered(is_run: bool, image: dict[str, Any] | None, text: str) -> tuple[Any, ...]:
         """Answer a question, or run a program, and return the values of `outputs`.
 
-        Errors and notes stand below the text that they are about, which stays. Running a program clears the question,
-        which it does not answer.
+        Errors and notes are shown below the text that they are about, which is kept. Running a program clears the
+        question, which it does not answer.
         """
         question = gr.skip()
         try:

@@ -85,7 +85,7 @@ class _Call(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, layer: Any, *options: Any) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, layer.parameters[0])  # autograd detects changes of the weight
         ctx.layer, ctx.options = layer, options
         ctx.set_materialize_grads(False)
         return layer.compute(x, *options), token.clone()
@@ -93,7 +93,7 @@ class _Call(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, of_token: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x,), layer, of_token, of_x = ctx.saved_tensors, ctx.layer, token_of_pass(of_token), None
+        (x, _), layer, of_token, of_x = ctx.saved_tensors, ctx.layer, token_of_pass(of_token), None
         if gradient is not None and layer.is_trained:
             layer.kept.setdefault(of_token.item(), []).append((x, gradient, *ctx.options))
         if gradient is not None and ctx.needs_input_grad[0]:

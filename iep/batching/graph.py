@@ -43,7 +43,7 @@ class Graph:
         own_slot = self.num_inputs + np.arange(self.num_nodes)
         # One argument at a time: numpy processes long rows of a matrix much faster than short ones.
         args_AN = self.args.T.copy()
-        bad = (args_AN >= own_slot).any(axis=0) | (args_AN[:1] < 0).any(axis=0)
+        bad = (args_AN >= own_slot).any(axis=0) | ~(args_AN[:1] >= 0).any(axis=0)
         if bad.any():
             node = int(np.argmax(bad))
             raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots 0 to {own_slot[node] - 1}")

@@ -23,7 +23,10 @@ _compute: ContextVar[Compute | None] = ContextVar("compute", default=None)
 
 @contextmanager
 def computed_by(compute: Compute | None) -> Iterator[None]:
-    """Let a function compute the results of this file's layers in the block and thread; None for PyTorch's way."""
+    """Let a function compute the results of this file's layers in the block and thread.
+
+    None uses PyTorch's own functions.
+    """
     before = _compute.set(compute)
     try:
         yield

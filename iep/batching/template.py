@@ -50,6 +50,7 @@ class Template:
     @cached_property
     def _calls(self) -> "_Calls":
         calls, numbers = self.plan.calls, list(self.plan.op_groups)
+        assert all(call.in_op_group for call in calls)
         return _Calls(
             np.array([numbers.index(call.op) for call in calls]),
             np.array([call.size for call in calls]),

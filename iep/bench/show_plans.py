@@ -23,7 +23,6 @@ from iep.errors import InputError, nearest
 from iep.evaluation.json_report import align_rows
 from iep.execution_engine.placement import (
     NONE,
-    Costs,
     Sample,
     check_options,
     costs_of,
@@ -140,7 +139,7 @@ def rows_copied(plan: Plan, column: int) -> int:
     return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
 
 
-def describe_copies(plan: ProgramPlan, costs: Costs, sizes: Sequence[int]) -> str:
+def describe_copies(plan: ProgramPlan, sizes: Sequence[int]) -> str:
     """Return a description of the copies between the devices of a placed plan in float32.
 
     Args:
@@ -220,7 +219,7 @@ def show_plans(
             placed = describe_placement(placement, engine.placement, costs.work)
             map_1CHW = torch.empty(1, engine.kwargs["module_dim"], *engine.grid, device="meta")
             sizes = [value.numel() for value in engine.module_set.scene_values(map_1CHW).values()]
-            texts.append(f"{placed}\n{describe_copies(plan, costs, sizes)}")
+            texts.append(f"{placed}\n{describe_copies(plan, sizes)}")
         drawn = drawn or draw_plan(title, plan, [f"example {example}" for example in range(len(programs_BL))])
     text = "\n\n".join(texts)
     print(text)

@@ -67,7 +67,6 @@ def main(
     total = sum(getattr(options, split) for split in SPLITS)
     if total == 0:
         raise click.UsageError("nothing to make: --train, --val and --test are all 0")
-    click.echo(f"{out}: {total:,} images with {total * options.questions_per_image:,} questions")
     with alone_in(out, RECORD), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
 
         def progress(split: str, images: int) -> None:
@@ -75,6 +74,7 @@ def main(
             bar.update(images)
 
         tallies = synthesize(out, options, workers, force, progress)
+    click.echo(f"{out}: {total:,} images with {total * options.questions_per_image:,} questions")
     for split, tally in tallies.items():
         done = " (already done)" if tally is None else ""
         click.echo(f"{split}: {getattr(options, split)} images in {out}{done}")

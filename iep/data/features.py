@@ -24,6 +24,8 @@ from iep.runtime.reading import reading
 
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
 """The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
+BLOCK_BYTES = 1 << 24
+"""The number of bytes of the rows that `Features.verify` reads at once."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 
 
@@ -113,8 +115,9 @@ class Features:
         Raises:
             InputError: the file is missing, or a row cannot be read or is damaged (names the row).
         """
-        for row in range(len(self)):
-            self.read(np.array([row]))
+        block = max(1, BLOCK_BYTES // self.row_bytes)
+        for start in range(0, len(self), block):
+            self.read(np.arange(start, min(start + block, len(self))))
 
     def in_memory(self) -> "Features":
         """Read and check every row, which leaves the file in the system's cache, and return these features.
@@ -136,7 +139,7 @@ class Features:
                 yield lambda row, values_CHW: dataset.read_direct(values_CHW, np.s_[row])
             return
         start, size = self._offset, self.row_bytes
-        with reading(self.path, "a features file"), open(self.path, "rb", buffering=0) as file:
+        with reading(self.path, "a features file"), open(self.path, "rb") as file:
             for row in rows.tolist() if len(rows) > 1 else ():  # lets the disk fetch all rows at once
                 os.posix_fadvise(file.fileno(), start + row * size, size, os.POSIX_FADV_WILLNEED)
 

@@ -73,7 +73,7 @@ def write_page(
         title=f"{page.name} on {report.split}",
         tiles=_tiles(outcome, report),
         notes=notes,
-        facts=_facts(page, report),
+        facts=_facts(report),
         settings={name: _plain(value) for name, value in settings.items()},
         outcome=outcome,
         by_type=_by_type(outcome, [other for _, other in others]),
@@ -133,7 +133,7 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _facts(page: ReportOptions, report: Report) -> dict[str, str]:
+def _facts(report: Report) -> dict[str, str]:
     """Return lines of the page's header by their names: what was evaluated, where and when."""
     speed, memory = report.questions_per_second, report.peak_memory_gb
     facts = {

@@ -64,7 +64,7 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 
 
 def check_fixed(name: str, residual: bool, norm: str, scene: str) -> None:
-    """Check the settings of a set of modules that has those of the set `iep` only by name.
+    """Check that settings that only the modules `iep` use have their defaults.
 
     Raises:
         ValueError: a setting has another value than its default.

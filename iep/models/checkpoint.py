@@ -10,6 +10,7 @@ Checkpoints of the original toolkit load as well, to start from or to evaluate.
 import io
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,13 +169,15 @@ def _read(path: Path) -> Any:
             if (damaged := archive.testzip()) is not None:  # torch does not compare checksums
                 raise zipfile.BadZipFile(f"{damaged} is damaged")
     try:
-        with torch.serialization.safe_globals(safe_globals()):
+        with torch.serialization.safe_globals(safe_globals()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # of a file that loads all the same
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if (found := re.search(r"GLOBAL \S+|operand \d+", str(error))) is None:
-            raise
-        what = "holds more than plain tensors, or was written with a pickle protocol above 3"
-        raise InputError(f"{what}; loading it could execute code ({found[0]})") from None
+        if (found := re.search(r"GLOBAL \S+", str(error))) is None:
+            what = "not a whole checkpoint file, or written with a pickle protocol above 3"
+        else:
+            what = f"holds more than plain tensors; loading it could execute code ({found[0]})"
+        raise InputError(what) from None
 
 
 def load_newest(out: Path) -> Saved | None:

@@ -113,9 +113,10 @@ def open_scenes(
             attribute or without one, or no scene has an object.
     """
     path, directory = scenes_path(clevr_dir, split), clevr_dir / "images" / split
-    scenes = list(islice(read_scenes(path), skip, None if num_samples is None else skip + num_samples))
+    found = list(islice(read_scenes(path), None if num_samples is None else skip + num_samples))
+    scenes = found[skip:]
     if not scenes:
-        raise InputError(f"{path}: there are no scenes after the first {skip}")
+        raise InputError(f"{path}: has {len(found)} scenes, of which skipping {skip} leaves none")
     images, objects = [], []
     for number, scene in enumerate(scenes, skip):
         with reading(path, "a CLEVR scenes file"):

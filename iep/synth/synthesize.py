@@ -71,7 +71,8 @@ def synthesize(
         progress: is called with a split and the number of images just made.
 
     Raises:
-        InputError: `out` contains something else, or the scenes are too small for that many questions.
+        InputError: `out` contains something else, the scenes are too small for that many questions, or a file of
+            questions would have none.
         OSError: a file cannot be written (names it).
     """
     splits = [split for split in SPLITS if getattr(options, split)]
@@ -160,18 +161,28 @@ def question_json(question: Question, split: str, image: int, number: int) -> di
 def _write_split(
     out: Path, options: Options, split: str, results: Iterator[tuple[range, Made]], progress: Progress
 ) -> Tally:
-    """Write a split's questions and scenes as its blocks arrive; the files appear when all blocks are written."""
+    """Write a split's questions and scenes as its blocks arrive; the files appear when all blocks are written.
+
+    Raises:
+        InputError: a file would have no question.
+    """
     tally = Tally()
     head = json.dumps({"info": {"split": split, **INFO}})[:-1]
     scenes, questions = _json_paths(out, options, split)
+    empty = set(questions)
     with ExitStack() as stack:
         add = {path: stack.enter_context(list_file(path, f'{head}, "questions": [')) for path in questions}
         add |= {path: stack.enter_context(list_file(path, f'{head}, "scenes": [')) for path in scenes}
         for block, made in results:
             for path, texts in (made.questions | dict.fromkeys(scenes, made.scenes)).items():
                 add[path](texts)
+            empty -= made.questions.keys()
             tally.update(made.tally)
             progress(split, len(block))
+        if empty:
+            raise InputError(
+                f"{min(empty)}: would have no question; make more images, ask more questions about each, or add objects"
+            )
     return tally
 
 
@@ -242,7 +253,7 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     if not path.exists():
         raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
     found = read_json(path, "the record of iep-synth")
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not isinstance(found.get("rules", {}), dict):
         raise InputError(f"{path}: {found!r:.60}, expected the record of iep-synth, an object")
     there = {"families": "clevr"} | found | found.get("rules", {})  # older records have no families
     given = record | record["rules"]
@@ -287,8 +298,6 @@ def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
             before = ", "
 
         yield add
-        if before == head:  # no entry was added
-            add("")
         file.write("]}\n")
 
 
