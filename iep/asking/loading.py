@@ -226,7 +226,8 @@ class Model:
             half: store float16, which takes half the space. Computation is in float32 all the same.
 
         Raises:
-            InputError: the directory holds a run, whose checkpoints `iep.load` would read, or `directory` is not a path.
+            InputError: the directory holds a run, whose checkpoints `iep.load` would read, or `directory` is not a
+                path.
             OSError: a file cannot be written.
         """
         if not isinstance(directory, str | PathLike):

@@ -128,8 +128,8 @@ def open_scenes(
     if most == 0:
         raise InputError(f"{path}: none of the {len(scenes):,} scenes has an object")
     answers_NMF = np.full((len(objects), most, 2 + len(ATTRIBUTES)), ABSENT, np.float32)
-    for row_MF, found in zip(answers_NMF, objects, strict=True):
-        row_MF[: len(found)] = np.array(found, np.float32).reshape(-1, answers_NMF.shape[2])
+    for row_MF, rows in zip(answers_NMF, objects, strict=True):
+        row_MF[: len(rows)] = np.array(rows, np.float32).reshape(-1, answers_NMF.shape[2])
     numbers = np.arange(len(scenes))
     questions = Questions(path, np.zeros((len(scenes), 0), np.int64), numbers, numbers + skip, None, None, answers_NMF)
     pixels: Any = SceneImages(directory, images, size)  # read like `Features`
