@@ -69,7 +69,7 @@ def test_the_statistics_are_those_of_the_report_and_of_the_predictions(shown: Op
     accuracies = [float(text) for text in shown.column("table.by-family", 3)]
     assert accuracies == sorted(accuracies), "the worst come first"
     bars = shown.page.locator("table.by-type td:has(.fill)").evaluate_all(
-        "all => all.map(a => [+a.dataset.key, a.querySelector('.fill').getBoundingClientRect().width])"
+        "all => all.map(a => [parseFloat(a.textContent), a.querySelector('.fill').getBoundingClientRect().width])"
     )
     scales = [width / share for share, width in bars if share]
     assert scales == pytest.approx([scales[0]] * len(scales), rel=0.02), "all bars have one scale"
