@@ -22,7 +22,7 @@ def iep_ask(*arguments: object, typed: str | bytes | None = None) -> Result:
 
 
 def answered(*arguments: object, typed: str | bytes | None = None) -> str:
-    """What is printed, of a command that ends well."""
+    """Return what `iep-ask` prints, which must succeed."""
     result = iep_ask(*arguments, typed=typed)
     assert result.exit_code == 0, result.output
     return result.stdout

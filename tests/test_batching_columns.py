@@ -44,7 +44,7 @@ class Networks(nn.Module):
 
 
 def walked(graph, types, modules, inputs):
-    """What `execute` returns, one node after the other."""
+    """Return the results of `execute`, computed one node after the other."""
     pieces = {column: iter(rows.split(1)) for column, rows in inputs.items()}
     values = [(next(pieces[column]),) for column in types.inputs.tolist()]
     for op, args, fields in zip(graph.op.tolist(), graph.args.tolist(), types.fields.tolist(), strict=True):

@@ -177,7 +177,7 @@ def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
 
 
 def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What fails here stands in for torchrun, whose start takes seconds."""
+    """A script that fails replaces torchrun, whose start takes seconds."""
     failing = tmp_path / "python"
     failing.write_text("#!/bin/sh\necho 'Error: vocab.json: no such file' >&2\nexit 1\n")
     failing.chmod(0o755)

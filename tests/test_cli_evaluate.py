@@ -38,7 +38,7 @@ from iep.vocab import tokenize
 
 CPU = torch.device("cpu")
 Evaluated = tuple[dict[str, Any], list[dict[str, Any]], str]
-"""What `evaluate` returns: report.json, the rows of predictions.jsonl and the output."""
+"""The content of report.json, the rows of predictions.jsonl and the output."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a training step asks of a GPU, counted on a fake one (`fake_gpu/`), where all of PyTorch's own code runs.
+"""Count the work of a training step on a fake GPU (`fake_gpu/`), under which all of PyTorch's own code runs.
 
 The budgets are counts measured with PyTorch 2.14, plus a margin. A step that mixes devices, or that waits while a CUDA
 graph is captured, fails.

@@ -49,7 +49,7 @@ def belongs(key: str, model: str, part: str) -> bool:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """Of all networks of a checkpoint."""
+    """Return the weights of all networks of a checkpoint."""
     networks = load_checkpoint(path)["networks"]
     return {f"{name}.{key}": value for name, net in networks.items() for key, value in net["weights"].items()}
 

@@ -1,4 +1,4 @@
-"""What `iep-eval --report` puts into report.html: which questions, and programs side by side."""
+"""report.html of `iep-eval --report` lists the right questions, with programs side by side."""
 
 import re
 from dataclasses import replace

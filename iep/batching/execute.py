@@ -72,7 +72,7 @@ def execute(
 def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) -> Sequence[Tensor]:
     """Run the calls in order. Between two calls, write the results of one and read the arguments of the next.
 
-    The *state* of a column stands for its values between two calls, (num_rows, F), but takes no memory. Its gradient is
+    The *state* of a column represents its values between two calls, (num_rows, F), and takes no memory. Its gradient is
     the gradient of these values, which a backward pass therefore passes from one exchange to the previous one.
     """
     buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()

@@ -74,7 +74,7 @@ class Benchmark:
     Attributes:
         description: one or more lines for the head of the table.
         cases: the cases, small ones first; they may be created while the benchmark runs.
-        unit: the name of a sample, such as `question`.
+        unit: what a sample is called in the table, for example `question`.
     """
 
     description: str

@@ -136,6 +136,7 @@ def engine_benchmark(
         set_execution(engine, strategy.execution, first, strategy.precision, strategy.defer, training="train" in phases)
 
     def case(size: int, phase: str) -> Case:
+        """Return the comparison of all strategies on minibatches of `size` questions."""
         training = phase == "train"
         engine.train(training)
         count = max(1, min(MIN_SAMPLES, len(workload.programs_QL)) // size)

@@ -26,7 +26,7 @@ class Report:
     """The results of an evaluation.
 
     Attributes:
-        split: the name of the split, such as `val`.
+        split: the name of the split, for example `val`.
         questions: the number of questions.
         questions_by_type: the number of questions of each type that has any, by the true programs or else by the
             predicted ones; empty where neither are known.
@@ -34,7 +34,7 @@ class Report:
         program_exact_match: the shares of predicted programs that equal the true ones; None where either are unknown.
         questions_per_second: None where not measured.
         peak_memory_gb: the peak memory of the GPU, or else of the process; None where not measured.
-        device: such as `cpu`.
+        device: the device that ran the networks, for example `cpu`.
         programs: the source of the programs: `ground-truth`, `predicted` or `predicted, beam 4`; "" without programs.
         selection: the part of the split that was evaluated, such as `families short`; "" for all of it.
         checkpoints: paths by part, such as `{"ee": "runs/ee/best.pt"}`.

@@ -48,7 +48,7 @@ class ModuleSet(Protocol):
         """Return the role of a program token.
 
         A function without a module has the role None. Its value is that of its first argument. A `scene` without a
-        module stands for the whole image, in the kind that its reader expects.
+        module represents the whole image, as a value of the kind that its reader expects.
 
         Raises:
             ValueError: the set does not support the function.

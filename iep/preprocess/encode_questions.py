@@ -189,6 +189,7 @@ def encode(questions: QuestionSet, vocab: Vocab, vocab_source: str, encode_unk: 
     """
 
     def indices(rows: Rows, kind: str) -> list[list[int]]:
+        """Return the indices of each row's tokens in the vocabulary's part `kind`, without padding."""
         table = {token: index for index, token in enumerate(getattr(vocab, kind)) if token not in SPECIAL_TOKENS}
         if kind == "question" and encode_unk:
             table = defaultdict(lambda: UNK, table)

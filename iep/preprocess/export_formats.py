@@ -217,7 +217,7 @@ def _write_nscl(directory: Path, split: SplitFiles, rows: Iterable[Row]) -> set[
 def _nscl_scenes(split: SplitFiles, directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the scene of each image, which is placed in `images` of a directory.
 
-    Objects have masks, or else the scene has their estimated boxes as `objects_detection`.
+    Objects have masks. If the data set has none, the scene has their estimated boxes as `objects_detection`.
     """
     for text, image in zip(split.scene_texts(), split.images, strict=True):
         scene = json.loads(text)
