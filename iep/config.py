@@ -48,7 +48,7 @@ PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
 ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "backward_weights")
 """The settings that only asynchronous training uses."""
-DROPPED: Mapping[str, Any] = {"replicas": []}
+DROPPED: Mapping[str, Any] = {"replicas": [], "engine.stem_pixels": 1}
 """Settings of earlier versions, which saved settings may still have with these values."""
 SYNCHRONOUS = ("defer_weight_grads", "execution")
 """The settings that asynchronous training does not use."""
@@ -124,14 +124,11 @@ class EngineConfig:
     scene: str = setting("module", choices=choices.SCENES)
     """The value of `scene`: the output of a `module` on the stem's output, or the `stem`'s output itself."""
     stem: str = setting("conv", choices=choices.STEMS)
-    """`conv`, 3x3 convolutions of the features; `pixels`, convolutions of patches of pixels that halve the picture;
-    `none`, the features as they are."""
+    """`conv`, 3x3 convolutions of the features, or `none`, the features as they are."""
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)
     """The numbers of channels of the stem's convolutions before the last one."""
     stem_stride: int = setting(1, minimum=1)
     """The stride of the stem's last convolution."""
-    stem_pixels: int = setting(1, minimum=1)
-    """The side of the small patches that the stem `pixels` embeds first."""
     stem_norm: bool = False
     """Batch norm after every convolution of the stem."""
     initialization: str = setting("kaiming", choices=choices.INITIALIZATIONS)

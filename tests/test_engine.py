@@ -296,14 +296,11 @@ def test_weights_begin_kaiming_normal():
 # Errors
 
 
-PIXELS = {"stem": "pixels", "feature_dim": 192}
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"modules": "film"}, "modules is 'film', expected one of iep, tbd, pooled, vector"),
-        (PIXELS, "make 2 convolutions, expected at least 3 to halve patches of 8"),
+        ({"stem": "pixels", "stem_pixels": 4}, "stem is 'pixels', expected one of conv, none"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
         ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
         ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one position, and the grid is 1x1"),

@@ -22,7 +22,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def tbd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A generator, and an engine of attention modules."""
     root = tmp_path_factory.mktemp("tbd")
-    data = sample_data(root / "data", "--backbone", "patches", "--patch-size", 2)
+    data = sample_data(root / "data")
     return trained(data, "pg", root / "pg", 1), trained(data, "ee", root / "ee", 3, "--modules", "tbd")
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
 from iep.batching.template import make_template
-from iep.config import MODELS, SECTIONS, Config, EngineConfig, to_dict
+from iep.config import DROPPED, MODELS, SECTIONS, Config, EngineConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import (
@@ -62,7 +62,7 @@ def make_engine(
     Args:
         program_tokens: the program vocabulary, special tokens first.
         num_answers: A.
-        feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
+        feature_dim: C of the features.
         feature_height: H of the features.
         feature_width: W of the features.
         stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
@@ -94,7 +94,6 @@ def make_engine(
         given.stem_stride,
         given.stem_norm,
         stem_bias,
-        given.stem_pixels,
     )
     grid = height, width = -(-feature_height // given.stem_stride), -(-feature_width // given.stem_stride)
     if given.module_norm != "none" and height * width == 1:
@@ -185,7 +184,8 @@ def build(name: str, kwargs: Mapping[str, Any]) -> Any:
         InputError: an argument is unknown, or the arguments do not fit together, as with too few convolutions for the
             stride.
     """
-    kwargs = to_dict(getattr(Config, name)) | dict(kwargs)
+    known = {key: value for key, value in kwargs.items() if f"{name}.{key}" not in DROPPED}
+    kwargs = to_dict(getattr(Config, name)) | known
     try:
         network: Any = CLASSES[name](**kwargs)
     except (TypeError, ValueError, ArithmeticError) as error:
