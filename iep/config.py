@@ -61,7 +61,6 @@ SECTIONS = {
 PATHS = {
     **dict.fromkeys(("data", "pg", "ee", "baseline"), ()),
     "families": ("short", "long"),
-    "placement": ("none", "round-robin", "balanced"),
 }
 """The settings that name files, and the words that each of them accepts instead of a file name."""
 SHIPPED = Path(__file__).parent / "configs"
@@ -300,8 +299,8 @@ class Config:
     """The seed of initial weights, of the order of questions, and of everything else that is random."""
     device: str = "auto"
     """The device: auto, cpu, cuda or cuda:N; auto is a GPU if there is one."""
-    placement: str = setting("none", models=WITH_ENGINE)
-    """The placement of the engine's functions on `devices`: none, round-robin, balanced, or a YAML file."""
+    placement: str = setting("none", choices=choices.PLACEMENTS, models=WITH_ENGINE)
+    """The placement of the engine's functions on `devices`: in turn (`round-robin`), or by their work (`balanced`)."""
     devices: tuple[str, ...] = setting((), models=WITH_ENGINE)
     """The devices of the placement. Everything that is not placed is on the first one."""
     asynchronous: bool = setting(False, models=("ee",))

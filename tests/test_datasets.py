@@ -22,8 +22,8 @@ from iep.data.ordering import make_order
 from iep.data.question_file import read_questions, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import make_module_set
-from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
+from iep.execution_engine.roles import roles_of
 from iep.runtime.files import row_checksums
 from iep.vocab import NULL, Vocab
 

@@ -35,7 +35,7 @@ from iep.batching.execute import execute
 from iep.batching.schedulers import SCHEDULERS
 from iep.bench.show_plans import rows_copied
 from iep.data.datasets import Batch
-from iep.execution_engine.program_graph import types_of
+from iep.execution_engine.roles import types_of
 from iep.models.build import build
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
@@ -185,8 +185,7 @@ def test_a_value_is_copied_once_to_each_other_device_that_reads_it(name, sharing
     plan = placed.plan(MANY_BL, sharing=sharing)
     graph, parts, types = plan.graph, placed.placement.parts, types_of(plan.graph, plan.roles, 0)
     names = [plan.program_tokens[op] for op in graph.op.tolist()]
-    inputs = [0] * graph.num_inputs if types is None else types.inputs.tolist()
-    columns = [*inputs, *(plan.roles[op].result for op in graph.op)]
+    columns = [*types.inputs.tolist(), *(plan.roles[op].result for op in graph.op)]
     position = [*[parts["stem"]] * graph.num_inputs, *(parts[name] for name in names)]
     reads = {(slot, parts[name]) for name, slots in zip(names, graph.args.tolist(), strict=True) for slot in slots}
     reads |= {(slot, parts["classifier"]) for slot in graph.roots.tolist()}

@@ -1,11 +1,8 @@
-"""A placement is dealt in turn, balanced by work, or read from a file; an invalid one is an error of one line."""
-
-from pathlib import Path
+"""A placement is dealt in turn, or balanced by work."""
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from batching_cases import quick
 from engine_cases import PROGRAMS_BL, TOKENS, programs
 from hypothesis import given, settings
@@ -13,21 +10,12 @@ from hypothesis import strategies as st
 
 from iep.bench.show_plans import describe_copies, rows_copied
 from iep.config import EngineConfig
-from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import (
-    Sample,
-    balanced,
-    costs_of,
-    describe_placement,
-    read_placement,
-    round_robin,
-)
+from iep.execution_engine.placement import Sample, costs_of, describe_placement, make_placement
 from iep.models.build import build, network_kwargs, place_engine
 from iep.vocab import NULL, Vocab, index_tokens
 
 PARTS = ("stem", "<END>", "count", "union", "classifier")
-TWO = ("cpu", "cuda:0")
 
 
 def make_engine(feature_shape=(3, 4, 4), config=None) -> ExecutionEngine:
@@ -38,52 +26,22 @@ def make_engine(feature_shape=(3, 4, 4), config=None) -> ExecutionEngine:
 
 
 def test_round_robin_gives_the_parts_to_the_devices_in_turn() -> None:
-    placement = round_robin(PARTS, ("cpu", "cpu", "cpu"))
+    placement = make_placement("round-robin", ("cpu", "cuda:0", "cpu"), PARTS, None, "here")
     assert list(placement.parts.items()) == [("stem", 0), ("<END>", 1), ("count", 2), ("union", 0), ("classifier", 1)]
-    assert placement.labels == ("cpu#0", "cpu#1", "cpu#2")
-    assert round_robin(PARTS, TWO).labels == TWO
+    of_ops = placement.of_ops(("<NULL>", "<END>", "count", "union"))
+    assert (of_ops.inputs, of_ops.roots, of_ops.ops) == (0, 1, {1: 1, 2: 2, 3: 0, 4: 0, 5: 1})
+    assert of_ops.devices == tuple(map(torch.device, ("cpu", "cuda:0", "cpu")))
 
 
 @given(work=st.lists(st.floats(0, 1e9), min_size=1, max_size=40), count=st.integers(2, 5))
 @settings(quick, max_examples=100)
 def test_balanced_loads_differ_by_no_more_than_the_largest_part(work: list[float], count: int) -> None:
     parts = {"stem": work[0]} | {f"part {number}": each for number, each in enumerate(work[1:])}
-    placement = balanced(parts, ["cpu"] * count)
+    placement = make_placement("balanced", ["cpu"] * count, tuple(parts), parts, "here")
     assert list(placement.parts) == list(parts)
     assert placement.parts["stem"] == 0
     load = [sum(parts[part] for part, at in placement.parts.items() if at == device) for device in range(count)]
     assert max(load) - min(load) <= max(work) + 1e-3
-
-
-def test_a_file_names_devices_or_their_positions(tmp_path: Path) -> None:
-    (tmp_path / "place.yaml").write_text("stem: cuda:0\n<END>: cpu\ncount: 1\nunion: 0\nclassifier: cpu\n")
-    placement = read_placement(tmp_path / "place.yaml", PARTS, TWO)
-    assert placement.parts == {"stem": 1, "<END>": 0, "count": 1, "union": 0, "classifier": 0}
-    of_ops = placement.of_ops(("<NULL>", "<END>", "count", "union"))
-    assert (of_ops.inputs, of_ops.roots, of_ops.ops) == (1, 0, {1: 0, 2: 1, 3: 0, 4: 1, 5: 0})
-    assert of_ops.devices == (torch.device("cpu"), torch.device("cuda:0"))
-
-
-@pytest.mark.parametrize(
-    ("content", "devices", "words"),
-    [
-        ({"cuont": "cpu"}, TWO, ["unknown function 'cuont'", "did you mean 'count'"]),
-        ({"count": None}, TWO, ["count is on None", "expected one of the devices cpu, cuda:0"]),
-        ({"count": True}, TWO, ["count is on True"]),
-        ({"count": "cpu"}, ("cpu", "cpu"), ["count is on 'cpu'", "2 of the devices", "a position from 0"]),
-        ("count: cpu\n", TWO, ["'stem' has no device (4 of 5 parts"]),
-        ("- count", TWO, ["expected a YAML mapping"]),
-        ("{", TWO, ["not YAML"]),
-    ],
-)
-def test_an_invalid_placement_file_is_an_error_of_one_line(
-    content: dict | str, devices: tuple, words: list[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "place.yaml"
-    path.write_text(content if isinstance(content, str) else yaml.safe_dump(dict.fromkeys(PARTS, 0) | content))
-    with pytest.raises(InputError) as error:
-        read_placement(path, PARTS, devices)
-    assert all(word in str(error.value) for word in [str(path), *words]), error.value
 
 
 def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that_programs_make() -> None:

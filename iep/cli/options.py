@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.config import BATCHING, PRECISIONS, Config, Evaluation
-from iep.execution_engine.choices import EXECUTIONS
+from iep.execution_engine.choices import EXECUTIONS, PLACEMENTS
 from iep.preprocess.backbone_choices import RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ decoding_options = all_of(
 placement_options = all_of(
     click.option(
         "--placement",
-        metavar="none|round-robin|balanced|FILE",
-        help="Place each function of the engine on one of several devices: in turn, balanced by the programs' work, or "
-        f"as given in a YAML file (count: cuda:1).  [default: {Config.placement}]",
+        type=click.Choice(PLACEMENTS),
+        help="Place each function of the engine on one of several devices, in turn or balanced by their work.  "
+        f"[default: {Config.placement}]",
     ),
     click.option(
         "--devices",

@@ -42,6 +42,7 @@ EXECUTIONS = {
 }
 """The ways to run module calls, each with a description."""
 DEFAULT_EXECUTION = "calls"
+PLACEMENTS = ("none", "round-robin", "balanced")
 SCENES = ("module", "stem")
 NORMS = ("none", "batch", "example")
 STEMS = ("conv", "none")

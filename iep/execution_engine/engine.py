@@ -25,9 +25,8 @@ from iep.execution_engine.choices import (
 )
 from iep.execution_engine.execution import CudaGraphs, Execution, run_calls, run_kernels
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
-from iep.execution_engine.program_graph import is_of_maps, num_kinds, roles_of
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
-from iep.execution_engine.roles import MAP, ModuleSet
+from iep.execution_engine.roles import MAP, ModuleSet, num_kinds, roles_of
 from iep.execution_engine.trace import run_tree
 from iep.programs import program_tree
 
@@ -116,7 +115,7 @@ class ExecutionEngine(nn.Module):
         """True if Triton's kernels run all modules in place, so that a CUDA graph can run them."""
         modules = [getattr(self, token) for token in self._runs.values()]
         are_chains = all(getattr(each, "conv_steps", None) is not None for each in modules)
-        return is_of_maps(self.roles) and are_chains and self.op_groups(by_kernels=True).keys() == self._runs.keys()
+        return num_kinds(self.roles) == 1 and are_chains and self.op_groups(by_kernels=True).keys() == self._runs.keys()
 
     def set_template(self, template: Template) -> None:
         """Set the calls of plans for CUDA graphs, and forget the graphs of other calls."""

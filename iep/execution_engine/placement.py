@@ -1,9 +1,9 @@
 """Placements, which give every part of an engine a device: the stem, each function, and the classifier.
 
 This is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is plain data. It is
-made before the run from the names of the parts, from the work that programs give them, or from a YAML file, and its
-devices need not be available at that time. `iep.models.build.place_engine` moves the parts, `program_plan.py` plans the
-copies between devices, and `engine.py` runs them.
+made before the run from the names of the parts, or from the work that programs give them, and its devices need not be
+available at that time. `iep.models.build.place_engine` moves the parts, `program_plan.py` plans the copies between
+devices, and `engine.py` runs them.
 
 Shapes: Q programs, L program tokens.
 """
@@ -12,25 +12,21 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
 from iep.batching.placement import OpPlacement, longest_first
-from iep.errors import InputError, nearest
-from iep.execution_engine.program_graph import module_graph
-from iep.execution_engine.roles import result_kind
+from iep.errors import InputError
+from iep.execution_engine.choices import PLACEMENTS
+from iep.execution_engine.roles import module_graph, result_kind
 from iep.programs import SCENE
 from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
-from iep.runtime.reading import read_yaml
 
 STEM, CLASSIFIER = "stem", "classifier"
-NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
-PLACEMENT_FILE = "placement.yaml"
+NONE, ROUND_ROBIN, BALANCED = PLACEMENTS
 MOST_PROGRAMS = 16_384
 """The greatest number of programs from which the work is computed."""
 WIDTH = 120
@@ -45,13 +41,6 @@ class Placement:
     parts: Mapping[str, int]
     """The position in `devices` of the stem, of every function that can run, and of the classifier, in this order."""
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the devices, with numbers if they are not distinct: cpu#0, cpu#1."""
-        if len(set(self.devices)) == len(self.devices):
-            return self.devices
-        return tuple(f"{name}#{position}" for position, name in enumerate(self.devices))
-
     def device(self, part: str) -> torch.device:
         """Return the device of a part."""
         return torch.device(self.devices[self.parts[part]])
@@ -65,12 +54,6 @@ class Placement:
             inputs=self.parts[STEM],
             roots=self.parts[CLASSIFIER],
         )
-
-    def to_yaml(self) -> str:
-        """Return YAML for `read_placement`, with the names of the devices, or their positions if names are repeated."""
-        distinct = self.labels == self.devices
-        values = {part: self.devices[at] if distinct else at for part, at in self.parts.items()}
-        return yaml.safe_dump(values, sort_keys=False)
 
 
 @dataclass(frozen=True)
@@ -109,8 +92,7 @@ def check_options(
 
     Raises:
         InputError: devices are given without a placement, or fewer than two with one; both `--device` and `--devices`
-            are given; there is no engine, or there are several processes; a device's name is invalid; or the placement
-            is neither a known name nor a file.
+            are given; there is no engine, or there are several processes; or a device's name is invalid.
     """
     if placement == NONE:
         if devices:
@@ -129,9 +111,6 @@ def check_options(
             torch.device(name)
         except RuntimeError:
             raise InputError(f"--devices: invalid device {name!r}, expected names such as cpu or cuda:0") from None
-    if placement not in (ROUND_ROBIN, BALANCED) and not Path(placement).is_file():
-        names = (NONE, ROUND_ROBIN, BALANCED)
-        raise InputError(f"{placement}: no such file, nor one of {', '.join(names)}{nearest(placement, names)}")
 
 
 def main_device(placement: str, devices: Sequence[str], device: str) -> torch.device:
@@ -147,68 +126,26 @@ def main_device(placement: str, devices: Sequence[str], device: str) -> torch.de
 def make_placement(
     option: str, devices: Sequence[str], parts: Sequence[str], work: Mapping[str, float] | None, source: object
 ) -> Placement:
-    """Return the placement that `option` names: `round-robin`, `balanced`, or the path of a YAML file.
+    """Return the placement that `option` names.
 
-    Raises:
-        InputError: the file is missing or not a placement of these parts on these devices, or the option is `balanced`
-            and `source` has no programs to compute work from.
-    """
-    if option == ROUND_ROBIN:
-        return round_robin(parts, devices)
-    if option != BALANCED:
-        return read_placement(Path(option), parts, devices)
-    if work is None:
-        what = f"has no programs, from which --placement {BALANCED} computes the functions' work"
-        raise InputError(f"{source}: {what}; choose {ROUND_ROBIN} or a file")
-    return balanced(work, devices)
-
-
-def round_robin(parts: Sequence[str], devices: Sequence[str]) -> Placement:
-    """Return the placement that assigns the parts, in their order, to the devices in turn."""
-    return Placement(tuple(devices), {part: number % len(devices) for number, part in enumerate(parts)})
-
-
-def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
-    """Return the placement of `longest_first`, with the devices numbered so that the first one has the stem.
-
-    The stem reads the batches, which are on the first device.
+    `round-robin` assigns the parts, in their order, to the devices in turn. `balanced` is the rule of `longest_first`,
+    with the devices numbered so that the first one has the stem, which reads the batches on it.
 
     Args:
-        work: the work of every part, in the order of the parts.
-    """
-    found = longest_first(work, len(devices))
-    swapped = {found[STEM]: 0, 0: found[STEM]}
-    return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in work})
-
-
-def read_placement(path: Path, parts: Sequence[str], devices: Sequence[str]) -> Placement:
-    """Read a YAML mapping from every part to a device's name, or to its position in `devices`, counted from 0.
+        work: the work of every part, in the order of the parts; None if it is not known.
+        source: what the work was computed from, for messages.
 
     Raises:
-        InputError: the file is not such a mapping, a name in it is unknown, a part is missing, or a device is not in
-            `devices` or occurs there several times.
+        InputError: the option is `balanced`, and the work is not known.
     """
-    content = read_yaml(path, "a placement")
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a YAML mapping from functions to devices, such as 'count: {devices[0]}'")
-    for name in content:
-        if name not in parts:
-            raise InputError(f"{path}: unknown function {name!r}{nearest(str(name), parts)}")
-    missing = [part for part in parts if part not in content]
-    if missing:
-        raise InputError(f"{path}: {missing[0]!r} has no device ({len(missing)} of {len(parts)} parts have none)")
-    return Placement(tuple(devices), {part: _position(content[part], part, path, devices) for part in parts})
-
-
-def _position(value: Any, part: str, path: Path, devices: Sequence[str]) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(devices):
-        return value
-    count = list(devices).count(value)
-    if count > 1:
-        raise InputError(f"{path}: {part} is on {value!r}, which is {count} of the devices; expected a position from 0")
-    if count == 0:
-        raise InputError(f"{path}: {part} is on {value!r}, expected one of the devices {', '.join(devices)}")
-    return devices.index(value)
+    if option == ROUND_ROBIN:
+        return Placement(tuple(devices), {part: number % len(devices) for number, part in enumerate(parts)})
+    if work is None:
+        what = f"has no programs, from which --placement {BALANCED} computes the functions' work"
+        raise InputError(f"{source}: {what}; choose {ROUND_ROBIN}")
+    found = longest_first(work, len(devices))
+    swapped = {found[STEM]: 0, 0: found[STEM]}
+    return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in parts})
 
 
 def costs_of(engine: Any, sample: Sample) -> Costs:
@@ -255,9 +192,15 @@ def _flops_of_parts(engine: Any) -> dict[str, float]:
 
 
 def describe_placement(option: str, placement: Placement, work: Mapping[str, float] | None) -> str:
-    """Return a description of a placement: for each device the number, the share of the work and the names of parts."""
-    lines, width = [f"placement {option}:"], max(map(len, placement.labels))
-    for position, label in enumerate(placement.labels):
+    """Return a description of a placement: for each device the number, the share of the work and the names of parts.
+
+    Devices have numbers if their names are not distinct: cpu#0, cpu#1.
+    """
+    labels: Sequence[str] = placement.devices
+    if len(set(labels)) < len(labels):
+        labels = [f"{name}#{position}" for position, name in enumerate(labels)]
+    lines, width = [f"placement {option}:"], max(map(len, labels))
+    for position, label in enumerate(labels):
         parts = [part for part, at in placement.parts.items() if at == position]
         start = f"  {label:<{width}}  {len(parts):2} parts  "
         if work is not None:
