@@ -12,7 +12,7 @@ from device_cases import ONE_GPU, TWO_GPUS
 from torch import nn
 
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Placement, make_placement
+from iep.execution_engine.placement import Placement, round_robin
 from iep.execution_engine.roles import ATTENTION, MAP, Role
 from iep.execution_engine.tbd import AttentionModules
 from iep.models.build import build, place_parts
@@ -169,7 +169,7 @@ def placed_copy(engine: ExecutionEngine, devices: tuple[str, ...], seed: int | N
     """Return a copy of the engine with its parts on the devices in turn, or at random, unless there is only one."""
     if len(devices) == 1:
         return copy.deepcopy(engine)
-    placement = make_placement("round-robin", devices, engine.parts, None, "")
+    placement = round_robin(engine.parts, devices)
     if seed is not None:
         positions = np.random.default_rng(seed).integers(0, len(devices), len(engine.parts)).tolist()
         placement = Placement(devices, dict(zip(engine.parts, positions, strict=True)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from iep.bench.show_plans import describe_copies, rows_copied
 from iep.config import EngineConfig
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Sample, costs_of, describe_placement, make_placement
+from iep.execution_engine.placement import Sample, balanced, round_robin, work_of
 from iep.models.build import build, network_kwargs, place_engine
 from iep.vocab import NULL, Vocab, index_tokens
 
@@ -26,7 +26,7 @@ def make_engine(feature_shape=(3, 4, 4), config=None) -> ExecutionEngine:
 
 
 def test_round_robin_gives_the_parts_to_the_devices_in_turn() -> None:
-    placement = make_placement("round-robin", ("cpu", "cuda:0", "cpu"), PARTS, None, "here")
+    placement = round_robin(PARTS, ("cpu", "cuda:0", "cpu"))
     assert list(placement.parts.items()) == [("stem", 0), ("<END>", 1), ("count", 2), ("union", 0), ("classifier", 1)]
     of_ops = placement.of_ops(("<NULL>", "<END>", "count", "union"))
     assert (of_ops.inputs, of_ops.roots, of_ops.ops) == (0, 1, {1: 1, 2: 2, 3: 0, 4: 0, 5: 1})
@@ -37,7 +37,7 @@ def test_round_robin_gives_the_parts_to_the_devices_in_turn() -> None:
 @settings(quick, max_examples=100)
 def test_balanced_loads_differ_by_no_more_than_the_largest_part(work: list[float], count: int) -> None:
     parts = {"stem": work[0]} | {f"part {number}": each for number, each in enumerate(work[1:])}
-    placement = make_placement("balanced", ["cpu"] * count, tuple(parts), parts, "here")
+    placement = balanced(parts, ["cpu"] * count)
     assert list(placement.parts) == list(parts)
     assert placement.parts["stem"] == 0
     load = [sum(parts[part] for part, at in placement.parts.items() if at == device) for device in range(count)]
@@ -49,24 +49,22 @@ def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that
     programs_BL = np.concatenate([PROGRAMS_BL, lacks_scenes_BL])
     config = EngineConfig(classifier_projection=32, classifier_hidden=(10,))
     engine = make_engine((24, 14, 14), config)
-    costs = costs_of(engine, Sample(programs_BL, np.arange(5), "here"))
     places, conv = 14 * 14, 2 * 9 * 128 * 128  # multiply and add
-    assert costs.flops["scene"] == costs.flops["count"] == costs.flops["<END>"] == 2 * conv * places
-    assert costs.flops["union"] == (2 * conv + 2 * 256 * 128) * places
-    assert costs.flops["stem"] == (2 * 9 * 24 * 128 + conv) * places
+    flops = dict.fromkeys(engine.parts, 2 * conv * places)
+    flops |= dict.fromkeys(("union", "greater_than"), (2 * conv + 2 * 256 * 128) * places)
     linear = 2 * 32 * 49 * 10 + 2 * 10 * engine.kwargs["num_answers"]
-    assert costs.flops["classifier"] == 2 * 128 * 32 * places + linear
+    flops |= {"stem": (2 * 9 * 24 * 128 + conv) * places, "classifier": 2 * 128 * 32 * places + linear}
     runs = {"scene": 1 + 2 + 2 + 1 + 2, "count": 5, "filter_color[red]": 3, "union": 2, "relate[left]": 2}
     runs |= {"greater_than": 1, "<END>": 1, "stem": 5, "classifier": 5}  # the missing ones begin after that <END>
-    assert costs.work == pytest.approx({part: runs.get(part, 0) / 5 * costs.flops[part] for part in engine.parts})
+    expected = {part: runs.get(part, 0) / 5 * flops[part] for part in engine.parts}
+    assert work_of(engine, Sample(programs_BL, np.arange(5), "here")) == pytest.approx(expected)
 
 
 def test_parts_and_copies_are_described_in_maps_and_bytes() -> None:
     engine, state = make_engine(), torch.get_rng_state()
-    costs = place_engine(engine, "round-robin", ("cpu", "cpu"), Sample(PROGRAMS_BL, np.arange(4), "here"))
+    text = place_engine(engine, "round-robin", ("cpu", "cpu"), Sample(PROGRAMS_BL, np.arange(4), "here"))
     plan = engine.planner()(PROGRAMS_BL)
-    text = describe_placement("round-robin", engine.placement, costs.work)
-    assert {"cpu#0", "cpu#1", *engine.parts} <= set(text.split())
+    assert {"cpu#0,", "cpu#1,", *engine.parts} <= set(text.split())
     rows, text = rows_copied(plan.plan, 0), describe_copies(plan, [4 * 4 * 4])
     assert rows > 0
     assert f"the forward pass copies {rows} maps of {4 * 4 * 4 * 4} bytes between devices" in text

@@ -8,11 +8,10 @@ devices, and `engine.py` runs them.
 Shapes: Q programs, L program tokens.
 """
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,11 +24,13 @@ from iep.programs import SCENE
 from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
 
+if TYPE_CHECKING:
+    from iep.execution_engine.engine import ExecutionEngine
+
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = PLACEMENTS
 MOST_PROGRAMS = 16_384
 """The greatest number of programs from which the work is computed."""
-WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,6 @@ class Sample:
     def is_known(self) -> bool:
         """True if there are programs."""
         return self.programs_QL is not None and len(self.programs_QL) > 0
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The costs of the forward pass of an engine's parts."""
-
-    flops: Mapping[str, float]
-    """The floating-point operations of each part for one image, one row of a call, or one question."""
-    work: Mapping[str, float] | None
-    """The mean floating-point operations of each part per question of the sample; None without programs."""
 
 
 def check_options(
@@ -124,53 +115,72 @@ def main_device(placement: str, devices: Sequence[str], device: str) -> torch.de
 
 
 def make_placement(
-    option: str, devices: Sequence[str], parts: Sequence[str], work: Mapping[str, float] | None, source: object
-) -> Placement:
-    """Return the placement that `option` names.
+    option: str, devices: Sequence[str], engine: "ExecutionEngine", sample: Sample
+) -> tuple[Placement, str]:
+    """Return the placement of an engine's parts that `option` names, and a description of it.
 
-    `round-robin` assigns the parts, in their order, to the devices in turn. `balanced` is the rule of `longest_first`,
-    with the devices numbered so that the first one has the stem, which reads the batches on it.
-
-    Args:
-        work: the work of every part, in the order of the parts; None if it is not known.
-        source: what the work was computed from, for messages.
+    The description has for each device the number, the share of the work and the names of its parts. Devices are
+    numbered if their names are not distinct: cpu#0, cpu#1.
 
     Raises:
-        InputError: the option is `balanced`, and the work is not known.
-    """
-    if option == ROUND_ROBIN:
-        return Placement(tuple(devices), {part: number % len(devices) for number, part in enumerate(parts)})
-    if work is None:
-        what = f"has no programs, from which --placement {BALANCED} computes the functions' work"
-        raise InputError(f"{source}: {what}; choose {ROUND_ROBIN}")
-    found = longest_first(work, len(devices))
-    swapped = {found[STEM]: 0, 0: found[STEM]}
-    return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in parts})
-
-
-def costs_of(engine: Any, sample: Sample) -> Costs:
-    """Return the costs of an `ExecutionEngine` that `iep.models.build.build` made, for the programs of `sample`.
-
-    Raises:
-        InputError: the modules share their weights, so that the parts cannot be on several devices.
+        InputError: the modules share their weights, so that the parts cannot be on several devices, or the option is
+            `balanced`, and the sample has no programs.
     """
     if engine.shared is not None:
         what = f"the modules {engine.kwargs['modules']} share their weights"
         raise InputError(f"{what} and cannot be placed on several devices or workers")
-    flops = _flops_of_parts(engine)
-    tokens = engine.program_tokens
-    if not sample.is_known:
-        return Costs(flops, None)
+    if option == BALANCED and not sample.is_known:
+        what = f"has no programs, from which --placement {BALANCED} computes the functions' work"
+        raise InputError(f"{sample.source}: {what}; choose {ROUND_ROBIN}")
+    work = work_of(engine, sample) if sample.is_known else None
+    if option == BALANCED:
+        assert work is not None, "the sample is known"
+        placement = balanced(work, devices)
+    else:
+        placement = round_robin(engine.parts, devices)
+    lines, is_distinct = [f"placement {option}:"], len(set(devices)) == len(devices)
+    for position, name in enumerate(devices):
+        parts = [part for part, at in placement.parts.items() if at == position]
+        label = name if is_distinct else f"{name}#{position}"
+        share = f", {sum(map(work.__getitem__, parts)) / sum(work.values()):.0%} of the work" if work else ""
+        lines.append(f"  {label}, {len(parts)} parts{share}: {' '.join(parts)}")
+    return placement, "\n".join(lines)
+
+
+def round_robin(parts: Sequence[str], devices: Sequence[str]) -> Placement:
+    """Return the placement that assigns the parts, in their order, to the devices in turn."""
+    return Placement(tuple(devices), {part: number % len(devices) for number, part in enumerate(parts)})
+
+
+def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
+    """Return the placement of `longest_first`, with the devices numbered so that the first one has the stem.
+
+    The stem reads the batches, which are on the first device.
+
+    Args:
+        work: the work of every part, in the order of the parts.
+    """
+    found = longest_first(work, len(devices))
+    swapped = {found[STEM]: 0, 0: found[STEM]}
+    return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in work})
+
+
+def work_of(engine: "ExecutionEngine", sample: Sample) -> dict[str, float]:
+    """Return the work of each part: the mean floating-point operations of its forward pass per question of a sample."""
     assert sample.programs_QL is not None
+    flops, tokens = _flops_of_parts(engine), engine.program_tokens
     programs_QL = sample.programs_QL[_spread(len(sample.programs_QL), MOST_PROGRAMS)]
     graph = module_graph(programs_QL, tokens, engine.roles)
     calls = dict(zip(tokens, (np.bincount(graph.op, minlength=len(tokens)) / len(programs_QL)).tolist(), strict=True))
     calls |= {STEM: 1.0, CLASSIFIER: 1.0}
-    return Costs(flops, {part: calls[part] * flops[part] for part in engine.parts})
+    return {part: calls[part] * flops[part] for part in engine.parts}
 
 
 def _flops_of_parts(engine: Any) -> dict[str, float]:
-    """Return `Costs.flops`, counted with a copy of the engine on the device `meta`."""
+    """Return the floating-point operations of each part for one image, one row of a call, or one question.
+
+    They are counted with a copy of the engine on the device `meta`.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
     copy = deepcopy(engine).to("meta").eval()  # a batch norm would not train on one example
@@ -189,25 +199,6 @@ def _flops_of_parts(engine: Any) -> dict[str, float]:
         run(token, *(scene[kind] for kind in engine.module_set.role(token).reads))
     run(CLASSIFIER, scene[result_kind(engine.module_set.role(SCENE))])
     return flops
-
-
-def describe_placement(option: str, placement: Placement, work: Mapping[str, float] | None) -> str:
-    """Return a description of a placement: for each device the number, the share of the work and the names of parts.
-
-    Devices have numbers if their names are not distinct: cpu#0, cpu#1.
-    """
-    labels: Sequence[str] = placement.devices
-    if len(set(labels)) < len(labels):
-        labels = [f"{name}#{position}" for position, name in enumerate(labels)]
-    lines, width = [f"placement {option}:"], max(map(len, labels))
-    for position, label in enumerate(labels):
-        parts = [part for part, at in placement.parts.items() if at == position]
-        start = f"  {label:<{width}}  {len(parts):2} parts  "
-        if work is not None:
-            start += f"{100 * sum(work[part] for part in parts) / sum(work.values()):3.0f}% of work  "
-        indents: dict[str, Any] = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-        lines += textwrap.wrap(" ".join(parts), WIDTH, break_on_hyphens=False, **indents) or [start.rstrip()]
-    return "\n".join(lines)
 
 
 def plan_sample(sample: Sample, planner: Callable, batch_size: int, most: int) -> list[Any]:

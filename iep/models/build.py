@@ -33,7 +33,7 @@ from iep.execution_engine.choices import (
     make_module_set,
 )
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
+from iep.execution_engine.placement import Placement, Sample, make_placement, plan_sample
 from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
@@ -378,15 +378,15 @@ def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: st
 
 def place_engine(
     engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample, memory_format: str | None = None
-) -> Costs:
-    """Place the parts of an engine by `--placement` and `--devices`, and return their costs for the sample.
+) -> str:
+    """Place the parts of an engine by `--placement` and `--devices`, and return a description of the placement.
 
     Raises:
-        InputError: the placement is invalid for these parts and devices.
+        InputError: the engine cannot be placed, or the sample has no programs, which `balanced` needs.
     """
-    costs = costs_of(engine, sample)
-    place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source), memory_format)
-    return costs
+    placement, description = make_placement(option, devices, engine, sample)
+    place_parts(engine, placement, memory_format)
+    return description
 
 
 # Ways to execute
