@@ -112,7 +112,8 @@ class EngineConfig:
     functions share (Bahdanau et al. 2019); or `MODULE:CLASS`, a class of another package. Only `iep` has the settings
     `module_residual`, `module_norm` and `scene`."""
     module_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a set of modules of another package, which its class gets by name."""
+    """Settings of one set of modules, which its class gets by name: those of a set of another package, or `context` of
+    `iep`, whose blocks then also read the maxima of the whole map (`{context: true}`)."""
     module_dim: int = setting(128, minimum=1)
     """The number of channels of the maps that modules read and return."""
     module_residual: bool = True
@@ -135,8 +136,9 @@ class EngineConfig:
     activations do not grow along a deep tree of modules at the start."""
     classifier_projection: int = setting(512, minimum=0)
     """The number of channels of the classifier's 1x1 convolution; 0 omits it."""
-    classifier_pool: int = setting(2, minimum=1)
-    """The side of the classifier's pooling window; 1 omits pooling."""
+    classifier_pool: int = setting(2, minimum=0)
+    """The side of the classifier's max pooling window; 1 omits pooling, and 0 reads the maxima and the sums of the
+    whole grid."""
     classifier_hidden: tuple[int, ...] = setting((1024,), minimum=1)
     """The widths of the classifier's hidden layers."""
     classifier_norm: bool = False

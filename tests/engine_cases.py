@@ -62,7 +62,7 @@ class PairModules(AttentionModules):
 
 ENGINES = {
     "iep": {},
-    "iep with scene as the stem": {"scene": "stem"},
+    "iep with context": {"scene": "stem", "module_settings": {"context": True}, "classifier_pool": 0},
     "tbd": {"modules": "tbd"},
     "pooled": {"modules": "pooled", "module_dim": 4},
     "vector": {"modules": "vector"},

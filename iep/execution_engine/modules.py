@@ -3,7 +3,9 @@
 The module of a function is a residual block, or, for two arguments, a projection and a residual block. All values are
 maps. The setting `module_norm` selects a batch norm over all rows of a call, or over each row by itself. The original
 toolkit runs one example at a time, so that its batch norm normalises one map per call; `ExampleNorm` computes the same
-for calls with the maps of many examples.
+for calls with the maps of many examples. Two 3x3 convolutions reach two positions in each direction; with `context`, a
+block also reads the maxima of the whole map, for example to compare an object with all others (after Hu et al. 2018,
+Squeeze-and-Excitation Networks, section 3).
 
 Shapes: G rows of a module's call, N images, C channels, H W grid of a map.
 """
@@ -78,22 +80,27 @@ class UnaryModule(nn.Module):
     Args:
         dim: C.
         residual: add the block's input to its output before the last ReLU.
-        norm: the norm after each convolution, one of `choices.NORMS`.
+        norm: the norm after each 3x3 convolution, one of `choices.NORMS`.
+        context: add a projection of the maxima of the first convolution's output to this output, at every position.
     """
 
-    def __init__(self, dim: int, residual: bool, norm: str):
+    def __init__(self, dim: int, residual: bool, norm: str, context: bool = False):
         super().__init__()
         self.conv1 = Conv2d(dim, dim, kernel_size=3, padding=1)
         self.conv2 = Conv2d(dim, dim, kernel_size=3, padding=1)
         self.bn1, self.bn2 = make_norm(norm, dim), make_norm(norm, dim)
+        self.context = Conv2d(dim, dim, kernel_size=1) if context else None
         self.residual = residual
         self.conv_steps = None
-        if norm == "none":
+        if norm == "none" and not context:
             self.conv_steps = (ConvStep("conv1", (0,)), ConvStep("conv2", (1,), residual=0 if residual else None))
 
     def forward(self, x_GCHW: Tensor) -> Tensor:
         """Return the block's output."""
-        inner_GCHW = functional.relu(self.bn1(self.conv1(x_GCHW)))
+        inner_GCHW = self.bn1(self.conv1(x_GCHW))
+        if self.context is not None:
+            inner_GCHW = inner_GCHW + self.context(functional.relu(inner_GCHW).amax(dim=(2, 3), keepdim=True))
+        inner_GCHW = functional.relu(inner_GCHW)
         inner_GCHW = self.bn2(self.conv2(inner_GCHW))
         return functional.relu(x_GCHW + inner_GCHW if self.residual else inner_GCHW)
 
@@ -104,12 +111,12 @@ class BinaryModule(nn.Module):
     The arguments are those of the block.
     """
 
-    def __init__(self, dim: int, residual: bool, norm: str):
+    def __init__(self, dim: int, residual: bool, norm: str, context: bool = False):
         super().__init__()
         self.proj = Conv2d(2 * dim, dim, kernel_size=1)
-        self.res_block = UnaryModule(dim, residual, norm)
+        self.res_block = UnaryModule(dim, residual, norm, context)
         self.conv_steps = None
-        if norm == "none":
+        if self.res_block.conv_steps is not None:
             block = (("res_block.conv1", (2,)), ("res_block.conv2", (3,), 2 if residual else None))
             self.conv_steps = (ConvStep("proj", (0, 1)), *(ConvStep(*each) for each in block))
 
@@ -134,6 +141,7 @@ class ResidualModules:
     residual: bool
     norm: str
     scene: str
+    context: bool = False
 
     def __post_init__(self) -> None:
         check_choice("scene", self.scene, SCENES)
@@ -146,7 +154,7 @@ class ResidualModules:
 
     def make(self, token: str) -> nn.Module:
         """Return the block of a token."""
-        return (BinaryModule if arity(token) == 2 else UnaryModule)(self.dim, self.residual, self.norm)
+        return (BinaryModule if arity(token) == 2 else UnaryModule)(self.dim, self.residual, self.norm, self.context)
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
         """Return the stem's output."""

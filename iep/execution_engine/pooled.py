@@ -19,13 +19,12 @@ from torch.nn import functional
 from iep.batching.layers import Conv2d
 from iep.execution_engine import tbd
 from iep.execution_engine.roles import ATTENTION, KINDS, VECTOR, Role
+from iep.execution_engine.stem_and_classifier import CELLS
 from iep.execution_engine.vector import coordinates
 from iep.programs import SCENE
 
 NEAR_ZERO = 1e-3
 """An attention whose sum is far below this has no position and no features."""
-CELLS = 8.0
-"""The number of grid cells of an object, roughly, by which sums are divided, so that one object counts about 1."""
 
 
 class FilterModule(nn.Module):

@@ -1,7 +1,7 @@
 """The parts around an engine's modules: features -> maps, the stem, and a program's result -> logits, the classifier.
 
 Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material. The options are those
-of the original toolkit.
+of the original toolkit, and `GlobalPool` is ours.
 
 Shapes: B examples or images, C H W feature maps, A answers.
 """
@@ -9,9 +9,13 @@ Shapes: B examples or images, C H W feature maps, A answers.
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from iep.execution_engine.choices import STEMS, check_choice
+
+CELLS = 8.0
+"""The number of grid cells of an object, roughly, by which sums are divided, so that one object counts about 1."""
 
 
 def make_stem(
@@ -46,6 +50,18 @@ def make_stem(
     return nn.Sequential(*layers)
 
 
+class GlobalPool(nn.Module):
+    """Maps (B, C, H, W) -> their maxima and sums over all positions, (B, 2 C, 1, 1).
+
+    What the classifier learns about an object in one place then holds in all places, and sums can count.
+    """
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return the maxima, and after them the sums divided by `CELLS`."""
+        maxima_BC11 = x_BCHW.amax(dim=(2, 3), keepdim=True)
+        return torch.cat([maxima_BC11, x_BCHW.sum(dim=(2, 3), keepdim=True) / CELLS], dim=1)
+
+
 def make_classifier(
     map_shape: tuple[int, int, int],
     projection: int,
@@ -56,13 +72,13 @@ def make_classifier(
     norm: bool,
     dropout: float,
 ) -> nn.Sequential:
-    """Return a classifier, (B, C, H, W) -> (B, A) logits: 1x1 convolution, ReLU, max pooling, linear layers with ReLUs.
+    """Return a classifier, (B, C, H, W) -> (B, A) logits: 1x1 convolution, ReLU, pooling, linear layers with ReLUs.
 
     Args:
         map_shape: (C, H, W).
         projection: the channels of the 1x1 convolution; 0 omits it and its ReLU.
         hidden: the widths of the linear layers before the last.
-        pool: the side of the pooling window; 1 omits pooling.
+        pool: the side of the max pooling window; 1 omits pooling, and 0 is `GlobalPool`.
         pool_rest: if `pool` does not divide the grid, the last windows are smaller; otherwise they are omitted.
         norm: batch norm after the convolution and every linear layer but the last.
         dropout: the probability of dropping a unit after every linear layer but the last.
@@ -77,7 +93,10 @@ def make_classifier(
         layers += [nn.BatchNorm2d(projection)] * norm
         layers.append(nn.ReLU())
         channels = projection
-    if pool > 1:
+    if pool == 0:
+        layers.append(GlobalPool())
+        channels, height, width = 2 * channels, 1, 1
+    elif pool > 1:
         layers.append(nn.MaxPool2d(pool, ceil_mode=pool_rest))
         height, width = (-(-side // pool) if pool_rest else side // pool for side in (height, width))
     if not height * width:
