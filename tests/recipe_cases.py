@@ -25,7 +25,7 @@ RARE_WORD = "thingamajig"
 def write_clevr(out: Path, cogent: str | None = None, seed: int = 0, **images: int) -> Path:
     """A directory in CLEVR's layout with so many images a split, two or three objects on each."""
     options = resolve("mini", {"min_objects": None, "max_objects": None, "cogent": cogent}, seed=seed, **images)
-    synthesize(out, options, workers=1, force=False, progress=lambda split, count: None)
+    synthesize(out, options)
     return out
 
 
