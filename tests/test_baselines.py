@@ -76,9 +76,6 @@ def test_logits_and_every_gradient_match_the_equations_one_question_at_a_time(na
     assert all(gradient.abs().max() > 0 for key, gradient in expected.items() if "Wp.bias" not in key)
 
 
-# Training
-
-
 def test_the_classifiers_batch_norm_is_over_questions_and_that_of_residual_blocks_over_images():
     options = {"cnn_res_blocks": 1, "cnn_res_block_dim": 3, "cnn_projection": 0, "cnn_pooling": "none"}
     network = make("cnn_lstm", **options, classifier_dims=(), classifier_norm=True).train()
@@ -91,16 +88,6 @@ def test_the_classifiers_batch_norm_is_over_questions_and_that_of_residual_block
         assert len(seen[norm]) == rows
         mean = seen[norm].transpose(0, 1).flatten(1).mean(1)
         torch.testing.assert_close(norm.running_mean, 0.9 * before[norm] + 0.1 * mean)
-
-
-@pytest.mark.parametrize("name", BASELINES)
-def test_dropout_is_of_the_classifiers_input_and_hidden_layers(name: str):
-    network, widths = make(name, classifier_dims=(50,), classifier_dropout=0.5), []
-    for layer in network.classifier:
-        if isinstance(layer, nn.Dropout):
-            layer.register_forward_hook(lambda _, given, left: widths.append(given[0].shape[1]))
-    network(pad_rows(QUESTIONS), images(torch.float32), ROWS)
-    assert widths == [network.classifier[1].in_features, 50]
 
 
 @pytest.mark.parametrize(

@@ -27,37 +27,31 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.mark.parametrize("model", BASELINES)
-def test_training_starts_from_a_trained_one_and_takes_its_settings(data, trained, tmp_path: Path, model: str):
-    name = NETWORKS[model][0]
-    given = ("--model", model, "--data", data, "--baseline", trained[model], "--out", tmp_path / "run")
-    result = iep_train(*given, "device=cpu", "workers=0", "iterations=1", "learning_rate=0")
+def test_training_starts_from_a_trained_one_of_its_kind_and_takes_its_settings(data, trained, tmp_path: Path, model):
+    name, given = NETWORKS[model][0], ("--model", model, "--data", data, "--baseline")
+    small = ("device=cpu", "workers=0", "iterations=1", "learning_rate=0")
+    result = iep_train(*given, trained[model], "--out", tmp_path / "run", *small)
     assert result.exit_code == 0, result.output
     start, held = load_checkpoint(trained[model]), load_checkpoint(newest(tmp_path / "run"))
     for key, value in start["networks"][name]["weights"].items():
         assert torch.equal(held["networks"][name]["weights"][key], value), key
     assert held["config"][name] == start["config"][name]
-    other = iep_train(*given[:-1], tmp_path / "other", f"{name}.hidden_dim=11")
-    assert_one_error(other, f"{trained[model]}: was trained with {name}.hidden_dim 10, cannot start with 11")
+    wider = iep_train(*given, trained[model], "--out", tmp_path / "other", f"{name}.hidden_dim=11")
+    assert_one_error(wider, f"{trained[model]}: was trained with {name}.hidden_dim 10, cannot start with 11")
+    other = next(trained[each] for each in BASELINES if each != model)
+    assert_one_error(
+        iep_train(*given, other, "--out", tmp_path / "other"), f"{other}: holds a", "expected a checkpoint"
+    )
     assert not (tmp_path / "other").exists()
-
-
-def test_a_start_of_another_kind_is_named(data: Path, trained, run, tmp_path: Path):
-    given = ("--model", "cnn-lstm-sa", "--data", data, "--out", tmp_path / "run", "--baseline")
-    expected = "expected a checkpoint with a CNN+LSTM+SA"
-    assert_one_error(iep_train(*given, trained["cnn-lstm"]), f"{trained['cnn-lstm']}: holds a CNN+LSTM, {expected}")
-    assert_one_error(iep_train(*given, run["pg"]), f"{run['pg']}: holds a program generator, {expected}")
 
 
 def test_features_are_those_that_a_baseline_was_made_for(data: Path, trained, tmp_path: Path):
     other = Path(shutil.copytree(data, tmp_path / "data"))
-    wider = features(1, grid=GRID + 1)
-    path = write_h5(other / "val_features.h5", {"features": wider})
+    path = write_h5(other / "val_features.h5", {"features": features(1, grid=GRID + 1)})
     found = f"{path}: features are ({CHANNELS}, {GRID + 1}, {GRID + 1}) an image, but the"
     result = iep_eval("--baseline", trained["cnn-lstm"], "--data", other)
     assert_one_error(result, f"{found} CNN+LSTM is made for ({CHANNELS}, {GRID}, {GRID})")
     assert iep_eval("--baseline", trained["cnn-lstm-sa"], "--data", other).exit_code == 0  # attention has no fixed grid
-    assert iep_eval("--baseline", trained["lstm"], "--data", other).exit_code == 0
-
     write_h5(path, {"features": features(1, channels=CHANNELS + 1)})
     result = iep_eval("--baseline", trained["cnn-lstm-sa"], "--data", other)
     assert_one_error(result, f"but the CNN+LSTM+SA is made for ({CHANNELS},)")

@@ -1,7 +1,6 @@
 """The generator's network against an LSTM written out by hand, one question and one token at a time, and decoding of
 whole minibatches against loops over single questions and against all programs there are."""
 
-import re
 from copy import deepcopy
 from functools import cache
 from itertools import product
@@ -75,15 +74,9 @@ PROGRAMS = random_rows(7, 8, 8, seed=2)
 @pytest.mark.parametrize("device", DEVICES)
 def test_loss_and_every_gradient_match_lstm_equations(device):
     model = make_model().to(device)
-    losses = [
-        cross_entropy(
-            naive_logits(model, question, program[:-1]),
-            torch.tensor(program[1:], device=device),
-            reduction="sum",
-        )
-        for question, program in zip(QUESTIONS, PROGRAMS, strict=True)
-    ]
-    expected = torch.stack(losses).sum() / sum(len(program) - 1 for program in PROGRAMS)
+    pairs = zip(QUESTIONS, PROGRAMS, strict=True)
+    logits = torch.cat([naive_logits(model, question, program[:-1]) for question, program in pairs])
+    expected = cross_entropy(logits, torch.tensor([token for row in PROGRAMS for token in row[1:]], device=device))
     loss = model.loss(pad_rows(QUESTIONS).to(device), pad_rows(PROGRAMS).to(device))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients(model, loss), gradients(model, expected))
@@ -95,16 +88,9 @@ def test_neither_more_padding_nor_other_questions_change_anything():
     wider_questions, wider_programs = pad(questions, (0, 11)), pad(programs, (0, 6))
     torch.testing.assert_close(model.encode(wider_questions), model.encode(questions))
     torch.testing.assert_close(model.loss(wider_questions, wider_programs), model.loss(questions, programs))
-    with_an_empty_one = pad_rows([*QUESTIONS, [NULL]])
-    alone = torch.stack([model.encode(torch.tensor([row]))[0] for row in [*QUESTIONS, [NULL]]])
-    torch.testing.assert_close(model.encode(with_an_empty_one), alone)
-    assert model.encode(questions[:0]).shape == (0, 6)
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 0), (2, 3, 4)])
-def test_tokens_that_are_no_matrix_are_refused_with_their_shape(shape):
-    with pytest.raises(ValueError, match=rf"{re.escape(str(shape))}.*expected \(examples, tokens\)"):
-        make_model().encode(torch.zeros(shape, dtype=torch.long))
+    with_an_empty_one = [*QUESTIONS, [NULL]]
+    alone = torch.stack([model.encode(torch.tensor([row]))[0] for row in with_an_empty_one])
+    torch.testing.assert_close(model.encode(pad_rows(with_an_empty_one)), alone)
 
 
 # Decoding
@@ -126,17 +112,12 @@ def trained_decoder(seed: int) -> Seq2Seq:
     return model
 
 
-def make_decoder(seed: int = 0, end_bias: float = 0.0) -> Seq2Seq:
+def make_decoder(seed: int = 0, end_bias: float = 0.0, special_bias: float = 0.0) -> Seq2Seq:
+    """A trained generator that is more likely to end its programs, and to give `<NULL>` and `<START>`."""
     model = deepcopy(trained_decoder(seed))
     with torch.no_grad():
         model.decoder_linear.bias[END] += end_bias
-    return model
-
-
-def never_special(model: Seq2Seq) -> Seq2Seq:
-    """Make `<NULL>` and `<START>` as good as impossible, and return the model."""
-    with torch.no_grad():
-        model.decoder_linear.bias[[NULL, START]] = -1e4
+        model.decoder_linear.bias[[NULL, START]] += special_bias
     return model
 
 
@@ -167,7 +148,7 @@ def all_programs(max_length: int) -> list[list[int]]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(2))
 def test_greedy_matches_a_loop_over_single_questions(seed, device):
-    model = never_special(make_decoder(seed)).to(device)
+    model = make_decoder(seed, special_bias=-1e4).to(device)
     programs = greedy(model, pad_rows(QUESTIONS).to(device), max_length=7)
     expected = [naive_greedy(model, question, 7) for question in QUESTIONS]
     assert unpadded(programs) == expected
@@ -187,12 +168,12 @@ def test_programs_end_with_end_and_nulls_and_are_cut_off_at_max_length_but_by_be
     for most in (2, 30):
         assert decode(make_decoder(end_bias=1e4), questions, most).tolist() == [[START, END]] * 7
     torch.manual_seed(0)
-    programs = decode(never_special(make_decoder()), questions.repeat(40, 1), 9)
+    programs = decode(make_decoder(special_bias=-1e4), questions.repeat(40, 1), 9)
     after_end = (programs == END).cumsum(1) - (programs == END).long() > 0
     assert (programs[:, 0] == START).all()
     assert ((programs == NULL) == after_end).all()
     assert (programs[:, -1] != NULL).any(), "programs are as wide as the longest"
-    programs = decode(never_special(make_decoder(end_bias=-1e3)), questions, 5)
+    programs = decode(make_decoder(0, -1e3, -1e4), questions, 5)
     assert programs.shape == (7, 5)
     assert (programs == END).sum(1).tolist() == [int(name == "beam")] * 7
 
@@ -216,9 +197,8 @@ def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(
     beam_size, max_length, seed, end_bias, special_bias, device
 ):
     """The widest beam holds every prefix, so that it finds the likeliest program of all."""
-    model = make_decoder(seed, end_bias).to(device)
+    model = make_decoder(seed, end_bias, special_bias).to(device)
     with torch.no_grad():
-        model.decoder_linear.bias[[NULL, START]] += special_bias  # tokens that are never chosen
         programs, scores = beam(model, pad_rows(QUESTIONS).to(device), beam_size, max_length)
         naive = [naive_beam(model, question, beam_size, max_length) for question in QUESTIONS]
     assert unpadded(programs) == [program for program, _ in naive]
@@ -226,9 +206,7 @@ def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(
 
 
 def test_sampled_programs_occur_as_often_as_their_probabilities_say():
-    model, draws = make_decoder(2, end_bias=1.0), 6_000
-    with torch.no_grad():
-        model.decoder_linear.bias[[NULL, START]] = 5.0  # likely tokens that sampling must leave out
+    model, draws = make_decoder(2, end_bias=1.0, special_bias=5.0), 6_000  # sampling must leave out likely tokens
     for temperature in (1.0, 3.0):
         torch.manual_seed(5)
         drawn = unpadded(sample(model, torch.tensor([QUESTIONS[0]]).expand(draws, -1), 4, temperature)[0])
@@ -272,16 +250,3 @@ def test_under_autocast_programs_losses_and_gradients_are_those_of_float32():
         found = computed()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(gradients(model, found[1]), gradients(model, expected[1]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("decode", "message"),
-    [
-        (lambda m, q: greedy(m, q, 1), "max_length is 1"),
-        (lambda m, q: beam(m, q, 0, 5), "beam_size is 0"),
-        (lambda m, q: sample(m, q, 5, temperature=0.0), r"temperature is 0\.0"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(decode, message):
-    with pytest.raises(ValueError, match=message):
-        decode(make_decoder(), pad_rows(QUESTIONS))
