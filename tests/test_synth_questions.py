@@ -12,7 +12,7 @@ import pytest
 
 from iep.programs import call_token, json_to_prefix, prefix_to_json, question_type
 from iep.runtime.reading import read_json
-from iep.synth.executor import IllPosedError, execute, facts_of
+from iep.synth.executor import IllPosedError, execute, facts_of, spelled
 from iep.synth.presets import resolve
 from iep.synth.question_generator import Question
 from iep.synth.synthesize import BLOCK, make_image
@@ -65,10 +65,6 @@ def naive_answer(program: list[dict], scene: dict) -> object:
     return run(len(program) - 1)
 
 
-def spelled(result: object) -> str:
-    return {True: "yes", False: "no"}[result] if isinstance(result, bool) else str(result)
-
-
 def made(preset: str, images: int, **given: int | str) -> list[tuple[dict, Question]]:
     """Scenes' JSON and questions as the data set has them, without pictures."""
     pairs, options = [], resolve(preset, {}, **given)
@@ -116,9 +112,6 @@ def test_executor_agrees_with_a_naive_one_on_changed_questions(clevr: list) -> N
             # The public generator writes `type` for `function`.
             assert execute([{"type": call.pop("function"), **call} for call in program], facts) == spelled(expected)
     assert min(counts[True], counts[False]) > 50
-
-
-# Questions
 
 
 @pytest.mark.skipif("IEP_CLEVR_DIR" not in os.environ, reason="IEP_CLEVR_DIR names no CLEVR directory")
@@ -178,11 +171,8 @@ def test_answers_are_a_naive_executors_and_dropping_a_relation_changes_the_set_t
             last = position  # of the filters (and the intersection) that follow
             while (after := user_of(program, last)) is not None and is_part_of_phrase(program[after]["function"]):
                 last = after
-            without = [
-                *program[:position],
-                {"function": "scene", "inputs": [], "value_inputs": []},
-                *program[position + 1 :],
-            ]
+            scene_call = {"function": "scene", "inputs": [], "value_inputs": []}
+            without = [*program[:position], scene_call, *program[position + 1 :]]
             assert naive_answer(program[: last + 1], scene) != naive_answer(without[: last + 1], scene), question
             tried += 1
     assert tried > 300
@@ -226,19 +216,17 @@ def is_part_of_phrase(function: str) -> bool:
 def test_both_sides_of_an_or_add_something_and_compared_sets_differ_or_are_empty(clevr: list) -> None:
     seen, empty = Counter(), Counter()
     for scene, question in clevr:
-        group = FAMILIES[question.family].group
-        program = list(question.program)
-        if group not in ("single_or", "compare_integer"):
-            continue
-        seen[group] += 1
-        root = next(call for call in program if call["function"] == "union") if group == "single_or" else program[-1]
-        ends = root["inputs"] if group == "single_or" else [program[i]["inputs"][0] for i in root["inputs"]]
-        left, right = (naive_answer(program[: end + 1], scene) for end in ends)
-        assert left != right or (group == "compare_integer" and not left)
-        empty[question.answer] += not (left or right)
+        group, program = FAMILIES[question.family].group, list(question.program)
         if group == "single_or":
-            assert left - right
-            assert right - left
+            ends = next(call for call in program if call["function"] == "union")["inputs"]
+        elif group == "compare_integer":
+            ends = [program[i]["inputs"][0] for i in program[-1]["inputs"]]
+        else:
+            continue
+        left, right = (naive_answer(program[: end + 1], scene) for end in ends)
+        assert left - right and right - left if group == "single_or" else left != right or not left
+        seen[group] += 1
+        empty[question.answer] += not (left or right)
     assert min(seen.values()) > 60
     assert min(empty["yes"], empty["no"]) > 10, "as in CLEVR, both counts may be 0"
 
