@@ -1,4 +1,7 @@
-"""The baselines by the commands: trained, started from one another, evaluated, and what is refused."""
+"""The baselines by the commands: trained, started from one another, evaluated, and what is refused.
+
+test_original_checkpoints.py compares their logits and gradients with a second implementation.
+"""
 
 import shutil
 from pathlib import Path
@@ -6,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from evaluate_cases import iep_eval
+from sequence_cases import QUESTIONS, pad_rows
 from tiny_data import CHANNELS, GRID, assert_one_error, features, newest, tiny, write_h5
+from torch import nn
 from train_cases import iep_train
 
 from iep.config import BASELINES
-from iep.models.build import NETWORKS
+from iep.models.build import NETWORKS, build
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -77,3 +82,27 @@ def test_a_run_of_an_earlier_version_is_resumed(data: Path, trained, tmp_path: P
     old, new = (load_checkpoint(tmp_path / out / "step-33.pt")["networks"]["lstm"] for out in ("old", "new"))
     for key, value in new["weights"].items():
         assert torch.equal(old["weights"][key], value), key
+
+
+CNN = {"num_question_tokens": 9, "num_answers": 4, "feature_dim": 3, "feature_height": 5, "feature_width": 4}
+
+
+def test_the_classifiers_batch_norm_is_over_questions_and_that_of_residual_blocks_over_images():
+    network, rows = build("cnn_lstm", CNN | {"cnn_res_blocks": 1, "classifier_norm": True, "classifier_dims": ()}), []
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            layer.register_forward_hook(lambda _, given, __: rows.append(len(given[0])))
+    network(pad_rows(QUESTIONS), torch.randn(3, 3, 5, 4), [1, 0, 1, 2, 1, 0, 2])
+    assert sorted(rows) == [3, 3, len(QUESTIONS)]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"cnn_pooling": "maxpool4"}, "cnn_pooling is 'maxpool4', expected one of maxpool2, none"),
+        ({"feature_height": 1}, "cnn_pooling maxpool2 leaves nothing of a grid of 1x4"),
+    ],
+)
+def test_a_cnn_that_cannot_be_is_refused(options: dict, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        build("cnn_lstm", CNN | options)

@@ -274,13 +274,13 @@ def test_a_split_without_programs_is_answered_with_predicted_ones_and_types_are_
 
 
 def test_pictures_of_other_images_than_the_features_are_said_to_be_wrong(tmp_path: Path):
-    out = tmp_path / "out"
     made = sample_data(tmp_path / "data", "--backbone", "patches", "--patch-size", 16)
     model = trained(made, "lstm", tmp_path / "lstm", 1)
     other = Path(shutil.copytree(SAMPLE, tmp_path / "other"))
     with open(other / "images" / "val" / "CLEVR_val_000001.png", "ab") as image:
         image.write(b"x")
     notes = f"{other / 'images' / 'val'}: not the images that {made / 'val_features.h5'} was made of"
+    out = tmp_path / "out"
     for images, found in ((SAMPLE, []), (other, [notes])):
         output = evaluate(out, "--baseline", model, "--data", made, "--report", out, "--images", images)[2]
         assert [line for line in output.splitlines() if "not the images" in line] == page_notes(out)

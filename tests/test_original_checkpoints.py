@@ -12,6 +12,7 @@ import pytest
 import torch
 from batching_cases import quick
 from click.testing import Result
+from device_cases import DEVICES
 from evaluate_cases import evaluate
 from hypothesis import example, given, settings
 from original_cases import (
@@ -37,6 +38,7 @@ from tiny_data import (
     write_data,
     write_h5,
 )
+from torch import nn
 from train_cases import iep_train, weights
 
 from iep.config import Config
@@ -161,16 +163,29 @@ def test_a_generator_of_any_size_decodes_the_originals_programs_token_for_token(
         assert mine == expected + [0] * (len(mine) - len(expected))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), counted=st.booleans())
-@settings(quick, max_examples=5)
-def test_a_baseline_with_any_options_has_the_originals_logits(tmp_path_factory, kind, data, counted):
+@settings(quick, max_examples=6)
+def test_a_baseline_with_any_options_has_the_originals_logits_and_gradients(
+    tmp_path_factory, kind, device, data, counted
+):
     file = baseline_file(kind, counted=counted, **data.draw(st.fixed_dictionaries({}, optional=OF_LSTM | KINDS[kind])))
+    path = write(tmp_path_factory.getbasetemp() / "baseline.pt", file)
     rows_B, questions_BT = OF_VAL["image_idxs"][:COUNT], OF_VAL["questions"][:COUNT]
+    baseline = load_network(path, "baseline", VOCAB, torch.device(device)).double()
+    for part in baseline.modules():  # On a GPU, only LSTMs in training mode have a backward pass.
+        part.train(isinstance(part, nn.LSTM) and device != "cpu")
+    found = baseline(torch.from_numpy(questions_BT).long().to(device), FEATURES_NCHW.double().to(device), rows_B)
+    named = dict(baseline.named_parameters())
+    for name in named:
+        file["baseline_state"][name].requires_grad_()
     expected = baseline_logits(file, FEATURES_NCHW[rows_B], questions_BT.tolist())
-    baseline = load_network(write(tmp_path_factory.getbasetemp() / "baseline.pt", file), "baseline", VOCAB, CPU)
-    with torch.inference_mode():
-        assert_close(baseline(torch.from_numpy(questions_BT).long(), FEATURES_NCHW, rows_B), expected)
+    assert_close(found.cpu(), expected)
+    weights = {name: file["baseline_state"][name] for name in named}
+    of_ours = torch.autograd.grad(found.square().sum(), [*named.values()])
+    of_theirs = torch.autograd.grad(expected.square().sum(), [*weights.values()])
+    torch.testing.assert_close([each.cpu().float() for each in of_ours], [*of_theirs])
 
 
 def test_iep_eval_predicts_the_programs_and_answers_of_a_file(tmp_path: Path):
