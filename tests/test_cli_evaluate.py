@@ -350,6 +350,11 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
         ("--data {data} --baseline {lstm} --beam-size 5", "--beam-size and --max-program-length are for", 2),
         ("--data {data} --baseline {lstm} --images x", "--images is for the HTML report and for --ee symbolic", 2),
         ("--backbone synth --scenes {data} --against old x", "--against does not go with --backbone", 2),
+        (
+            "--data {data} --baseline {lstm} --report x --images {data}",
+            "val: no such directory, expected the split's",
+            1,
+        ),
         ("--data {data} --baseline {lstm} --out {lstm}", "is a file", 2),
         ("--data {data} --baseline {lstm} --out {taken}", "{taken}/report.json", 1),
     ],

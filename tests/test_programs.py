@@ -121,21 +121,6 @@ def test_the_tree_is_the_one_that_the_engine_walks(tokens):
 @pytest.mark.parametrize(
     ("text", "unused", "lines", "ignored"),
     [
-        (
-            "<START> equal_size count union scene filter_color[red] scene count scene <END> <NULL>",
-            {},
-            [
-                "equal_size",
-                "├─ count",
-                "│  └─ union",
-                "│     ├─ scene",
-                "│     └─ filter_color[red]",
-                "│        └─ scene",
-                "└─ count",
-                "   └─ scene",
-            ],
-            (),
-        ),
         ("<START> count <END>", {}, ["count", "└─ <END>", "   └─ scene (filled in)"], ()),
         ("<START> scene union <NULL> count <END> count", {}, ["scene"], ("union", "count")),
         (

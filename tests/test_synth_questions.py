@@ -4,13 +4,15 @@ scenes, which are well posed, not degenerate, balanced, and in CLEVR's words and
 import os
 import re
 from collections import Counter, defaultdict
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from iep.programs import call_token, json_to_prefix, prefix_to_json, question_type
+from iep.programs import call_token, json_to_prefix, question_type
 from iep.runtime.reading import read_json
 from iep.synth.executor import IllPosedError, execute, facts_of, spelled
 from iep.synth.presets import resolve
@@ -65,8 +67,18 @@ def naive_answer(program: list[dict], scene: dict) -> object:
     return run(len(program) - 1)
 
 
-def made(preset: str, images: int, **given: int | str) -> list[tuple[dict, Question]]:
+SETS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "clevr": ("clevr", 250, {}),
+    "mini": ("mini", 100, {}),
+    "closure": ("clevr", 100, {"families": "closure", "questions_per_image": 7}),
+}
+"""Presets, numbers of images and options."""
+
+
+@cache
+def asked(name: str) -> list[tuple[dict, Question]]:
     """Scenes' JSON and questions as the data set has them, without pictures."""
+    preset, images, given = SETS[name]
     pairs, options = [], resolve(preset, {}, **given)
     for index in range(images):
         if index % BLOCK == 0:
@@ -76,24 +88,9 @@ def made(preset: str, images: int, **given: int | str) -> list[tuple[dict, Quest
     return pairs
 
 
-@pytest.fixture(scope="module")
-def clevr() -> list[tuple[dict, Question]]:
-    return made("clevr", 250)
-
-
-@pytest.fixture(scope="module")
-def mini() -> list[tuple[dict, Question]]:
-    return made("mini", 100)
-
-
-@pytest.fixture(scope="module")
-def closure() -> list[tuple[dict, Question]]:
-    return made("clevr", 100, families="closure", questions_per_image=7)
-
-
-def test_executor_agrees_with_a_naive_one_on_changed_questions(clevr: list) -> None:
+def test_executor_agrees_with_a_naive_one_on_changed_questions() -> None:
     rng, counts = Random(5), Counter()
-    for scene, question in clevr[:400]:
+    for scene, question in asked("clevr")[:400]:
         facts = facts_of(scene)
         program = [dict(call) for call in question.program]
         # Another relation often leaves `unique` with no object or several: both must notice.
@@ -127,8 +124,8 @@ def test_every_answer_of_genuine_clevr_is_reproduced(split: str) -> None:
     assert wrong == []
 
 
-def test_words_functions_answers_and_families_are_all_those_of_clevr_and_no_other(clevr: list) -> None:
-    questions, vocab = [question for _, question in clevr], Vocab.clevr()
+def test_words_functions_answers_and_families_are_all_those_of_clevr_and_no_other() -> None:
+    questions, vocab = [question for _, question in asked("clevr")], Vocab.clevr()
     # Without the empty word of doubled spaces, which our text does not have.
     words, functions, answers = (
         set(tokens) - {"", *SPECIAL_TOKENS} for tokens in (vocab.question, vocab.program, vocab.answer)
@@ -141,28 +138,22 @@ def test_words_functions_answers_and_families_are_all_those_of_clevr_and_no_othe
     assert {family.group for family in FAMILIES_OF["clevr"]} == set(GROUPS)
 
 
-def test_programs_have_prefix_tokens_in_clevrs_order_and_differ_within_an_image(clevr: list) -> None:
+def test_programs_filter_in_clevrs_order_and_differ_within_an_image() -> None:
     programs = defaultdict(list)
-    for scene, question in clevr:
-        program = list(question.program)
-        prefix = json_to_prefix(program)
+    for scene, question in asked("clevr"):
+        prefix = json_to_prefix([*question.program])
         programs[scene["image_index"]].append(tuple(prefix))
-        assert prefix_to_json(prefix) == program
-        assert all(set(call) == {"inputs", "function", "value_inputs"} for call in program)
         # Filters come in the order size, color, material, shape; in prefix order the last of a description is first.
         ranks = [ATTRIBUTES.index(t[7:].partition("[")[0]) if t.startswith("filter_") else -1 for t in prefix]
         extra = FAMILIES[question.family].extra is not None
-        for first, second in list(pairwise(ranks))[1 if extra else 0 :]:
-            assert first > second or first == -1
-    assert all(len(set(asked)) == len(asked) == 10 for asked in programs.values())
+        assert all(first > second or first == -1 for first, second in [*pairwise(ranks)][1 if extra else 0 :])
+    assert all(len(set(each)) == len(each) == 10 for each in programs.values())
 
 
 @pytest.mark.parametrize("preset", ["clevr", "mini", "closure"])
-def test_answers_are_a_naive_executors_and_dropping_a_relation_changes_the_set_that_its_phrase_names(
-    preset: str, request: pytest.FixtureRequest
-) -> None:
+def test_answers_are_a_naive_executors_and_dropping_a_relation_changes_the_set_that_its_phrase_names(preset) -> None:
     tried = 0
-    for scene, question in request.getfixturevalue(preset):
+    for scene, question in asked(preset):
         program = list(question.program)
         assert spelled(naive_answer(program, scene)) == question.answer
         for position, call in enumerate(program):
@@ -178,7 +169,7 @@ def test_answers_are_a_naive_executors_and_dropping_a_relation_changes_the_set_t
     assert tried > 300
 
 
-def test_closures_groups_combine_matching_and_relations_as_no_family_of_clevr_does(clevr: list, closure: list) -> None:
+def test_closures_groups_combine_matching_and_relations_as_no_family_of_clevr_does() -> None:
     """The programs without filters and values, of Bahdanau et al. 2019, section 3."""
     near, match = ("unique", "relate"), ("unique", "same")
     shapes = {
@@ -196,13 +187,13 @@ def test_closures_groups_combine_matching_and_relations_as_no_family_of_clevr_do
         return [name for name in names if name not in ("scene", "filter")]
 
     counts = Counter()
-    for _, question in closure:
+    for _, question in asked("closure"):
         group = FAMILIES[question.family].group
         assert shape(question) == shapes[group], question
         counts[group] += 1
     assert set(counts) == set(CLOSURE_GROUPS)
     assert min(counts.values()) > 50
-    assert not [question for _, question in clevr if shape(question) in shapes.values()]
+    assert not [question for _, question in asked("clevr") if shape(question) in shapes.values()]
 
 
 def user_of(program: list[dict], position: int) -> int | None:
@@ -213,9 +204,9 @@ def is_part_of_phrase(function: str) -> bool:
     return function.startswith("filter_") or function == "intersect"
 
 
-def test_both_sides_of_an_or_add_something_and_compared_sets_differ_or_are_empty(clevr: list) -> None:
+def test_both_sides_of_an_or_add_something_and_compared_sets_differ_or_are_empty() -> None:
     seen, empty = Counter(), Counter()
-    for scene, question in clevr:
+    for scene, question in asked("clevr"):
         group, program = FAMILIES[question.family].group, list(question.program)
         if group == "single_or":
             ends = next(call for call in program if call["function"] == "union")["inputs"]
@@ -231,8 +222,8 @@ def test_both_sides_of_an_or_add_something_and_compared_sets_differ_or_are_empty
     assert min(empty["yes"], empty["no"]) > 10, "as in CLEVR, both counts may be 0"
 
 
-def test_a_phrase_never_gives_away_the_attribute_that_is_asked_or_compared(clevr: list) -> None:
-    for _, question in clevr:
+def test_a_phrase_never_gives_away_the_attribute_that_is_asked_or_compared() -> None:
+    for _, question in asked("clevr"):
         program = list(question.program)
         for call in program:
             kind, _, attribute = call["function"].partition("_")
@@ -245,10 +236,8 @@ def test_a_phrase_never_gives_away_the_attribute_that_is_asked_or_compared(clevr
 
 
 @pytest.mark.parametrize(("preset", "most_modules"), [("clevr", 9.7), ("mini", 7.4)])
-def test_blind_guessing_gets_what_it_gets_on_clevr(
-    preset: str, most_modules: float, request: pytest.FixtureRequest
-) -> None:
-    questions, answers = [question for _, question in request.getfixturevalue(preset)], defaultdict(Counter)
+def test_blind_guessing_gets_what_it_gets_on_clevr(preset: str, most_modules: float) -> None:
+    questions, answers = [question for _, question in asked(preset)], defaultdict(Counter)
     for question in questions:
         answers[question_type(call_token(question.program[-1]))][question.answer] += 1
     right = sum(max(counted.values()) for counted in answers.values())
@@ -264,13 +253,11 @@ def test_blind_guessing_gets_what_it_gets_on_clevr(
 
 
 @pytest.mark.parametrize("families", ["clevr", "closure"])
-def test_sentences_are_whole_and_their_words_say_the_values_that_the_program_filters_by(
-    families: str, request: pytest.FixtureRequest
-) -> None:
+def test_sentences_are_whole_and_their_words_say_the_values_that_the_program_filters_by(families) -> None:
     spoken = {"large": {"large", "big"}, "small": {"small", "tiny"}, "metal": {"metal", "metallic", "shiny"}}
     spoken |= {"rubber": {"rubber", "matte"}, "cube": {"cube", "cubes", "block", "blocks"}}
     spoken |= {"sphere": {"sphere", "spheres", "ball", "balls"}, "cylinder": {"cylinder", "cylinders"}}
-    for _, question in request.getfixturevalue(families):
+    for _, question in asked(families):
         assert re.fullmatch(r"[A-Z][^{}_\[\]]*\?", question.text)
         assert "  " not in question.text
         assert " a object" not in question.text
