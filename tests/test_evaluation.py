@@ -15,23 +15,12 @@ from iep.baselines.most_common import count_most_common, predict
 from iep.batching.reference import run_prefix
 from iep.data.question_file import Questions
 from iep.evaluation.json_report import Report, format_table, read_report, write_report
-from iep.evaluation.metrics import Scores, count_types, exact_match, score
+from iep.evaluation.metrics import Scores, exact_match
 from iep.evaluation.outcome import Outcome, write_outputs
 from iep.evaluation.predict import Predictions
-from iep.programs import QUESTION_TYPES, arity, program_lengths
-from iep.vocab import SPECIAL_TOKENS, Vocab
+from iep.programs import arity, program_lengths
 
-PROGRAM_TOKENS = (
-    *SPECIAL_TOKENS,
-    *("count", "equal_color", "exist", "filter_color[red]", "greater_than", "query_shape", "scene", "unique"),
-)
-VOCAB = Vocab(
-    question=(*SPECIAL_TOKENS, "", ",", ";", "How", "many", "red", "things"),
-    program=PROGRAM_TOKENS,
-    answer=(*SPECIAL_TOKENS, "0", "1", "2"),
-)
 TOKENS = st.integers(0, len(tiny_data.VOCAB.program) - 1)
-QUERY_SHAPE = QUESTION_TYPES.index("query: shape")
 
 REPORT = Report(
     split="val",
@@ -45,13 +34,6 @@ REPORT = Report(
     checkpoints={"program_generator": "pg.pt", "execution_engine": "ee.pt"},
     baselines={"most_common": Scores(0.4, {"exist": 0.5, "query: size": 0.0, "query: shape": 1.0})},
 )
-
-
-def test_accuracy_per_type_matches_a_count_by_hand():
-    types = np.array([0, 0, 0, QUERY_SHAPE, QUERY_SHAPE, -1])
-    correct = np.array([True, False, True, False, False, True])
-    assert count_types(types) == {"exist": 3, "query: shape": 2}
-    assert score(correct, types) == Scores(0.5, {"exist": 2 / 3, "query: shape": 0.0})
 
 
 @given(*2 * [st.lists(st.integers(0, 7), min_size=3, max_size=6)], st.integers(0, 2))
@@ -103,65 +85,34 @@ def test_the_table_sets_models_and_baselines_side_by_side():
     ]
 
 
-def test_reports_on_different_questions_have_numbers_of_questions_of_their_own():
-    other = Report("train", 3, {"exist": 3}, Scores(1.0, {"exist": 1.0}))
-    header, overall, *_ = format_table([("a", REPORT), ("b", other)]).splitlines()
-    assert header.split() == ["questions", "most", "common", "answer", "a", "questions", "b"]
-    assert overall.split() == ["overall", "10", "40.0", "70.0", "3", "100.0"]
-
-
-OUTCOME = Outcome(
-    VOCAB,
-    Questions(
+def test_a_prediction_has_the_texts_of_all_that_is_known_of_its_question(tmp_path: Path):
+    """The first program has no type, the predicted one does not end, and punctuation is joined to the words before."""
+    questions = Questions(
         path=Path("questions.h5"),
-        orig_idxs=np.array([10, 11]),
-        image_idxs=np.array([1, 1]),
-        questions=np.array([[1, 7, 8, 9, 10, 2, 0], [1, 9, 6, 4, 10, 5, 2]]),
-        families=np.array([47, 3]),
-        programs=np.array([[1, 4, 7, 10, 2], [1, 10, 2, 0, 0]]),
-        answers=np.array([4, 5]),
-    ),
-    Predictions(
-        np.array([[1, 4, 10, 2, 5, 0], [1, 10, 0, 7, 10, 0]]),
-        np.array([[4, 6], [6, 5]]),
-        np.array([[0.75, 0.125], [0.5, 0.25]], dtype=np.float32),
-        seconds=1.0,
-    ),
-)
-"""Two questions with all that can be known of them; the second program has no type."""
-
-
-def test_predictions_are_one_object_for_each_question(tmp_path: Path):
-    write_outputs(tmp_path, OUTCOME, REPORT)
-    assert [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()] == [
-        {
-            "question_index": 10,
-            "image_index": 1,
-            "question": "How many red things?",
-            "type": "count",
-            "family": 47,
-            "program": ["count", "filter_color[red]", "scene"],
-            "predicted_program": ["count", "scene"],
-            "answer": "0",
-            "predicted_answer": "0",
-            "probability": 0.75,
-            "runners_up": {"2": 0.125},
-            "correct": True,
-        },
-        {
-            "question_index": 11,
-            "image_index": 1,
-            "question": "red;  things,?",
-            "family": 3,
-            "program": ["scene"],
-            "predicted_program": ["scene", "<NULL>", "filter_color[red]", "scene"],
-            "answer": "1",
-            "predicted_answer": "2",
-            "probability": 0.5,
-            "runners_up": {"1": 0.25},
-            "correct": False,
-        },
-    ]
+        orig_idxs=np.array([11]),
+        image_idxs=np.array([1]),
+        questions=np.array([[1, 9, 6, 4, 10, 5, 2]]),
+        families=np.array([3]),
+        programs=np.array([[1, 10, 2, 0, 0]]),
+        answers=np.array([5]),
+    )
+    ranked = np.array([[6, 5]]), np.array([[0.5, 0.25]], dtype=np.float32)
+    write_outputs(
+        tmp_path, Outcome(VOCAB, questions, Predictions(np.array([[1, 10, 0, 7, 10, 0]]), *ranked, 1.0)), REPORT
+    )
+    assert json.loads((tmp_path / "predictions.jsonl").read_text()) == {
+        "question_index": 11,
+        "image_index": 1,
+        "question": "red;  things,?",
+        "family": 3,
+        "program": ["scene"],
+        "predicted_program": ["scene", "<NULL>", "filter_color[red]", "scene"],
+        "answer": "1",
+        "predicted_answer": "2",
+        "probability": 0.5,
+        "runners_up": {"1": 0.25},
+        "correct": False,
+    }
 
 
 @given(st.lists(st.lists(TOKENS, min_size=6, max_size=6), min_size=1, max_size=4))
