@@ -15,10 +15,11 @@ from iep.baselines.most_common import count_most_common, predict
 from iep.batching.reference import run_prefix
 from iep.data.question_file import Questions
 from iep.evaluation.json_report import Report, format_table, read_report, write_report
-from iep.evaluation.metrics import Scores, exact_match
+from iep.evaluation.metrics import Scores, exact_match, score
 from iep.evaluation.outcome import Outcome, write_outputs
 from iep.evaluation.predict import Predictions
 from iep.programs import arity, program_lengths
+from iep.vocab import SPECIAL_TOKENS, Vocab
 
 TOKENS = st.integers(0, len(tiny_data.VOCAB.program) - 1)
 
@@ -34,6 +35,10 @@ REPORT = Report(
     checkpoints={"program_generator": "pg.pt", "execution_engine": "ee.pt"},
     baselines={"most_common": Scores(0.4, {"exist": 0.5, "query: size": 0.0, "query: shape": 1.0})},
 )
+
+
+def test_questions_of_unknown_type_count_only_overall():
+    assert score(np.array([True, False, False, True]), np.array([0, 0, -1, -1])) == Scores(0.5, {"exist": 0.5})
 
 
 @given(*2 * [st.lists(st.integers(0, 7), min_size=3, max_size=6)], st.integers(0, 2))
@@ -87,19 +92,20 @@ def test_the_table_sets_models_and_baselines_side_by_side():
 
 def test_a_prediction_has_the_texts_of_all_that_is_known_of_its_question(tmp_path: Path):
     """The first program has no type, the predicted one does not end, and punctuation is joined to the words before."""
+    words = ("", ",", ";", "red", "things")
+    vocab = Vocab(*((*SPECIAL_TOKENS, *own) for own in (words, ("filter_color[red]", "scene"), ("0", "1", "2"))))
     questions = Questions(
         path=Path("questions.h5"),
         orig_idxs=np.array([11]),
         image_idxs=np.array([1]),
-        questions=np.array([[1, 9, 6, 4, 10, 5, 2]]),
+        questions=np.array([[1, 7, 6, 4, 8, 5, 2]]),
         families=np.array([3]),
-        programs=np.array([[1, 10, 2, 0, 0]]),
+        programs=np.array([[1, 5, 2, 0, 0]]),
         answers=np.array([5]),
     )
     ranked = np.array([[6, 5]]), np.array([[0.5, 0.25]], dtype=np.float32)
-    write_outputs(
-        tmp_path, Outcome(VOCAB, questions, Predictions(np.array([[1, 10, 0, 7, 10, 0]]), *ranked, 1.0)), REPORT
-    )
+    predictions = Predictions(np.array([[1, 5, 0, 4, 5, 0]]), *ranked, seconds=1.0)
+    write_outputs(tmp_path, Outcome(vocab, questions, predictions), REPORT)
     assert json.loads((tmp_path / "predictions.jsonl").read_text()) == {
         "question_index": 11,
         "image_index": 1,

@@ -154,6 +154,14 @@ def test_engines_of_synthetic_data_answer_its_questions_and_those_about_other_im
     assert len(re.findall("^overall", output, re.MULTILINE)) == 2, "one table for each split"
 
 
+def test_the_demo_compares_all_its_models(recipes: Recipes, tmp_path: Path):
+    settings = [setting for setting in SMALL if not setting.startswith("max_program_length")]
+    output, _ = recipes.run("demo.sh", tmp_path, *settings, SYNTH="--train 12 --val 3")
+    table = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
+    models = ["lstm", "cnn-lstm", "symbolic", "true programs", "end to end", "joint"]
+    assert table[table.index(["questions", "most common answer", *models]) + 1][:2] == ["overall", "60"]
+
+
 def test_a_backbone_is_made_from_nothing_and_exported(recipes: Recipes, tmp_path: Path):
     settings = ("iterations=2", "validate_every=1", "batch_size=2", *tiny("backbone")[-3:])
     made = "--train 4 --val 2 --max-objects 4 --width 96 --height 64"
