@@ -13,7 +13,6 @@ import torch
 from batching_cases import quick
 from click.testing import Result
 from device_cases import DEVICES
-from evaluate_cases import evaluate
 from hypothesis import example, given, settings
 from original_cases import (
     WIDE,
@@ -35,14 +34,11 @@ from tiny_data import (
     newest,
     refused,
     tiny_config,
-    write_data,
-    write_h5,
 )
 from torch import nn
 from train_cases import iep_train, weights
 
 from iep.config import Config
-from iep.evaluation.outcome import content_tokens
 from iep.models.build import load_network
 from iep.models.checkpoint import load_checkpoint
 from iep.program_generator.decode import greedy
@@ -186,20 +182,6 @@ def test_a_baseline_with_any_options_has_the_originals_logits_and_gradients(
     of_ours = torch.autograd.grad(found.square().sum(), [*named.values()])
     of_theirs = torch.autograd.grad(expected.square().sum(), [*weights.values()])
     torch.testing.assert_close([each.cpu().float() for each in of_ours], [*of_theirs])
-
-
-def test_iep_eval_predicts_the_programs_and_answers_of_a_file(tmp_path: Path):
-    data = write_data(tmp_path / "data")
-    write_h5(data / "val_features.h5", {"features": FEATURES_NCHW.numpy()})
-    file = generator_file(seed=3) | engine_file(**EVERYTHING)
-    programs = [decode(file, question_T) for question_T in OF_VAL["questions"].tolist()]
-    expected_BA = engine_logits(file, FEATURES_NCHW[OF_VAL["image_idxs"]], programs)
-    path = write(tmp_path / "old.pt", file)
-    _, rows, _ = evaluate(tmp_path / "out", "--pg", path, "--ee", path, "--data", data, "--workers", 0)
-    for row, program, probability_A in zip(rows, programs, expected_BA.softmax(1), strict=True):
-        assert row["probability"] == pytest.approx(probability_A.max().item(), abs=1e-4)
-        assert probability_A[VOCAB.answer_index[row["predicted_answer"]]] == pytest.approx(row["probability"], abs=1e-4)
-        assert row["predicted_program"] == content_tokens(program, VOCAB.program)
 
 
 # Training that starts from them
