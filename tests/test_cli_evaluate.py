@@ -228,7 +228,7 @@ def answers(out: Path) -> tuple[list[str], list[dict]]:
 def test_a_split_without_answers_is_answered_in_the_order_of_question_indices_which_should_differ(
     data, both, other: Path, tmp_path: Path
 ):
-    arguments = [*both, "--split", "test", "--order-by-image", "--batch-size", 4, "--data"]
+    arguments = [*both, "--split", "test", "--batch-size", 4, "--data"]
     report, rows, output = evaluate(tmp_path / "straight", *arguments, data)
     assert (report["accuracy"], report["program_exact_match"], report["baselines"]) == (None, None, {})
     assert all("predicted_answer" in row and "answer" not in row and "correct" not in row for row in rows)

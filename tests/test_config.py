@@ -69,6 +69,7 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, value: o
         ("backbone.image_size=[64]", "backbone.image_size is [64], expected (a whole number, a whole number)"),
         ("engine=3", "engine is 3, expected a mapping of settings"),
         ("learning_rate=inf", "expected a finite number"),
+        ("seed=2020-13-45", "not YAML"),
         ("seed", "expected key=value"),
     ],
 )
