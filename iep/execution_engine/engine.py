@@ -179,38 +179,33 @@ class ExecutionEngine(nn.Module):
                 plans are for `triton` instead.
 
         Raises:
-            ValueError: there is no such execution; `attentions` is set, and the modules return none that the penalty
-                counts; or a CUDA graph is asked for without a template, or with another scheduler than the default,
-                which it does not use.
+            ValueError: there is no such execution, or `attentions` is set, and the modules return none that the penalty
+                counts.
         """
-        execution, template = execution or self.execution, None
+        execution = execution or self.execution
         check_choice("execution", execution, EXECUTIONS)
         if execution == "cuda_graph" and not training:
             execution = "triton"
-        elif execution == "cuda_graph":
-            graphs = self._executions.get(execution)
-            if not isinstance(graphs, CudaGraphs):
-                raise ValueError("a CUDA graph needs a template; iep.models.build.fit_template sets it")
-            template = graphs.template
-            if batching != DEFAULT_SCHEDULER:
-                raise ValueError(f"batching is {batching}, which a CUDA graph does not use")
+        run = self._executions.get(execution)
         if attentions and not self.makes_attentions:
             raise ValueError("the engine's modules return no attentions; those of the sets tbd and pooled do")
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
             sharing = not training or not any(isinstance(layer, NOT_ROW_BY_ROW) for layer in layers)
-        own: dict[str, Any] = {
-            "program_tokens": self.program_tokens,
-            "roles": self.roles,
-            "placement": self.placement,
-            "attentions": attentions,
+        return partial(
+            plan_programs,
+            program_tokens=self.program_tokens,
+            roles=self.roles,
+            batching=batching,
+            sharing=sharing,
+            placement=self.placement,
+            attentions=attentions,
             # Functions on several devices or workers have calls of their own.
-            "op_groups": None if self.placement or whole else self.op_groups(execution != DEFAULT_EXECUTION),
-            "whole": whole,
-            "execution": execution,
-            "template": template,
-        }
-        return partial(plan_programs, **own, batching=batching, sharing=sharing)
+            op_groups=None if self.placement or whole else self.op_groups(execution != DEFAULT_EXECUTION),
+            whole=whole,
+            execution=execution,
+            template=run.template if isinstance(run, CudaGraphs) else None,
+        )
 
     def plan(
         self,
