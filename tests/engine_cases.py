@@ -12,7 +12,7 @@ from device_cases import ONE_GPU, TWO_GPUS
 from torch import nn
 
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Placement, round_robin
+from iep.execution_engine.parts import Placement, round_robin
 from iep.execution_engine.roles import ATTENTION, MAP, Role
 from iep.execution_engine.tbd import AttentionModules
 from iep.models.build import build, place_parts

@@ -21,8 +21,6 @@ ORDER = (
 """The folders and loose files of `iep/`; each imports only itself and what stands before it."""
 WITH_CODE = {"iep", "iep.dynamic", "iep.synth"}
 """Packages that are more than a docstring: the version, and names to import."""
-NAMESAKES = {"__init__", "placement"}
-"""Placement is one concept, in the core and in the engine."""
 
 
 def module_name(path: Path) -> str:
@@ -89,9 +87,9 @@ def test_a_package_is_a_docstring_and_its_files() -> None:
             assert len(module.body) == 1, name
 
 
-def test_files_of_the_same_name_mean_the_same() -> None:
+def test_no_two_files_have_the_same_name() -> None:
     counts = Counter(path.stem for path in FILES.values())
-    assert {name for name, count in counts.items() if count > 1} <= NAMESAKES
+    assert {name for name, count in counts.items() if count > 1} == {"__init__"}
 
 
 @pytest.mark.parametrize("module", ["iep", "iep.batching.graph"])

@@ -25,7 +25,7 @@ from iep.execution_engine.choices import (
     EXECUTIONS,
     check_choice,
 )
-from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
+from iep.execution_engine.parts import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
 from iep.execution_engine.roles import MAP, ModuleSet, num_kinds, roles_of
 from iep.execution_engine.trace import run_tree

@@ -1,9 +1,9 @@
-"""Placements, which give every part of an engine a device: the stem, each function, and the classifier.
+"""The parts of an engine, which are the stem, each function, and the classifier: their work, and the device of each.
 
-This is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is plain data. It is
-made before the run from the names of the parts, or from the work that programs give them, and its devices need not be
-available at that time. `iep.models.build.place_engine` moves the parts, `program_plan.py` plans the copies between
-devices, and `engine.py` runs them.
+To place the parts is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is
+plain data. It is made before the run from the names of the parts, or from the work that programs give them, and its
+devices need not be available at that time. `iep.models.build.place_engine` moves the parts, `iep/batching/placement.py`
+plans the copies between devices, and `engine.py` runs them.
 
 Shapes: Q programs, L program tokens.
 """
