@@ -13,6 +13,7 @@ import torchvision
 from ask_cases import COUNT, IMAGE, answered, changed, iep_ask, sample_data, trained
 from clevr_files import write_images
 from evaluate_cases import evaluate
+from features_cases import SMALL
 from tiny_data import assert_one_error, newest
 
 from iep.cli.ask import typed_questions
@@ -135,20 +136,18 @@ def test_refused_input_is_one_line(parts, runs, tmp_path, arguments: str, code: 
     assert_one_error(iep_ask(*shlex.split(arguments.format(**names))), words.format(**names), code=code)
 
 
-def test_a_checkpoint_without_a_recipe_is_taken_for_patches_where_its_shape_says_so(parts, tmp_path):
+def test_a_checkpoint_without_a_recipe_is_asked_with_a_resnet101_or_the_backbone_that_is_given(parts, tmp_path):
     old = changed(parts[3], tmp_path / "old.pt", features=None)
     asked = ("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION)
-    result = iep_ask(*asked)
-    assert result.exit_code == 0, result.output
-    assumed = "does not record how its features were made; they are assumed to be 14x14 patches of 2x2 pixels"
-    assert f"{old}: {assumed}" in result.stderr
-    assert "--patch-size does not go with --backbone resnet101" in iep_ask(*asked, "--patch-size", 2).output
-    told = iep_ask(*asked, "--backbone", "patches", "--patch-size", 2)
-    assert (told.stderr, told.stdout) == ("", result.stdout)
-    wrong = iep_ask(*asked, "--backbone", "patches", "--patch-size", 4)
-    assert_one_error(wrong, "(48, 14, 14) an image, but the engine is made for (12, 14, 14)", str(IMAGE))
-    recorded = iep_ask(*parts, "--question", QUESTION, "--backbone", "resnet18")
-    assert_one_error(recorded, "records how its features were made (by patches); another backbone does not apply")
+    assumed = iep_ask(*asked, "--weights", "random")
+    what = "they are assumed to be resnet101 to stage 3, 224x224 pixels, random weights"
+    assert f"{old}: does not record how its features were made; {what}" in assumed.stderr
+    assert_one_error(assumed, "(1024, 14, 14) an image, but the engine is made for (64, 8, 8)", str(IMAGE))
+    told = iep_ask(*asked, *SMALL)
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert told.stdout.splitlines()[0] == QUESTION
+    recorded = iep_ask(*parts, "--question", QUESTION, "--backbone", "synth")
+    assert_one_error(recorded, "records how its features were made (by resnet18); another backbone does not apply")
 
 
 @pytest.mark.parametrize("model", ["lstm", "cnn-lstm-sa"])

@@ -274,7 +274,7 @@ def test_a_split_without_programs_is_answered_with_predicted_ones_and_types_are_
 
 
 def test_pictures_of_other_images_than_the_features_are_said_to_be_wrong(tmp_path: Path):
-    made = sample_data(tmp_path / "data", "--backbone", "patches", "--patch-size", 16)
+    made = sample_data(tmp_path / "data")
     model = trained(made, "lstm", tmp_path / "lstm", 1)
     other = Path(shutil.copytree(SAMPLE, tmp_path / "other"))
     with open(other / "images" / "val" / "CLEVR_val_000001.png", "ab") as image:

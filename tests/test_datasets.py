@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from clevr_files import write_clevr
-from features_cases import run
+from features_cases import SMALL, run
 from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, arrays, features, open_train, refused, write_data, write_h5
 
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches, training_batches
@@ -22,8 +22,8 @@ from iep.data.ordering import make_order
 from iep.data.question_file import read_questions, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import make_module_set
-from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
+from iep.execution_engine.roles import roles_of
 from iep.runtime.files import row_checksums
 from iep.vocab import NULL, Vocab
 
@@ -219,7 +219,7 @@ def test_features_that_cannot_be_read_are_named_with_their_row(damaged: Path, wo
 
 
 def preprocess(clevr: Path, out: Path, *more: str, code: int = 0) -> str:
-    flags = ("--backbone", "patches", "--patch-size", 1, "--dtype", "float16")
+    flags = (*SMALL, "--dtype", "float16")
     return run(clevr, "--out", out, "--split", "train", *flags, *more, only=None, code=code)
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from iep.bench.workload import encode
 from iep.cli.settings import as_markdown, settings
 from iep.execution_engine.choices import make_module_set
-from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
+from iep.execution_engine.roles import roles_of
 from iep.models.weights import DEFAULT_FILE
 from iep.vocab import Vocab
 

@@ -10,7 +10,6 @@ import h5py
 import numpy as np
 import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
-from features_cases import PATCHES, RESNET
 from features_cases import run as preprocess
 from tqdm import tqdm
 
@@ -211,8 +210,7 @@ def test_a_file_that_is_not_clevr_is_named_with_what_was_expected(clevr, out, co
 REFUSED = [
     (("--questions", "x.json"), "--questions goes with exactly one --split", 2),
     (("--expand-vocab",), "--expand-vocab goes with --vocab", 2),
-    ((*PATCHES, "--stage", 3), "--stage does not go with --backbone patches", 2),
-    ((*RESNET, "--patch-size", 8), "--patch-size does not go with --backbone resnet18", 2),
+    (("--backbone", "synth", "--stage", 3), "--stage does not go with --backbone synth", 2),
     (("--only", "questions", "--split", "valid"), "no questions of split 'valid' (found: train, val, test)", 1),
     (("--split", "val"), "preprocess the train split first or give --vocab FILE", 1),
     (("--questions", "absent.json", "--split", "val", "--vocab", "v"), "absent.json: no such file", 1),

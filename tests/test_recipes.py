@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from batching_cases import assert_same
+from features_cases import SMALL as SMALL_FEATURES
 from recipe_cases import (
     NEW_WORDS,
     QUESTIONS_PER_IMAGE,
@@ -32,7 +33,7 @@ from iep.vocab import Vocab
 
 SMALL = [setting for setting in tiny("joint") if not setting.startswith("learning_rate")]
 SMALL += ["iterations=2", "validate_every=1", "max_program_length=8"]
-PREPROCESS = "--backbone patches --dtype float16"
+PREPROCESS = " ".join(map(str, (*SMALL_FEATURES, "--dtype", "float16")))
 SIZES = {"train": 30, "val": 8, "test": 2}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ask_cases import IMAGE, SAMPLE, answers_of, done, iep_ask, sample_data, trained
 from evaluate_cases import iep_eval
+from features_cases import SMALL_RESNET
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -141,7 +142,7 @@ def test_an_answer_says_what_it_is_in_one_line_and_is_drawn_to_a_figure_or_a_fil
     model = iep.load(runs["joint"])
     answer = model.ask(IMAGE, QUESTION)
     assert repr(answer) == f"<Answer {answer.answer!r} ({100 * answer.probability:.1f}%) to {QUESTION!r}>"
-    found = f"'{runs['joint']}', networks=['generator', 'engine'], backbone=Patches(patch_size=2), device='cpu'"
+    found = f"'{runs['joint']}', networks=['generator', 'engine'], backbone={SMALL_RESNET}, device='cpu'"
     assert repr(iep.load(runs["joint"], device="cpu")) == f"Model({found})"
     assert [*answer.probabilities.values()] == sorted(answer.probabilities.values(), reverse=True)
     assert sum(answer.probabilities.values()) == pytest.approx(1)

@@ -17,9 +17,9 @@ from iep.errors import SIMILARITY, InputError, nearest
 from iep.evaluation.outcome import content_tokens
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.roles import ModuleSet, misfits
+from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.execution_engine.trace import trace, unit_maps
-from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, program_tree, tokens_run, tree_lines
+from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, tokens_run, tree_lines
 from iep.runtime.reading import check_utf8
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
@@ -112,12 +112,9 @@ def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
                 f"program token {place} ({token!r}) is not in the checkpoint's vocabulary{nearest(token, known)}"
             )
     prefix_to_json(tokens)
-    for misfit in misfits(program_tree(tokens), own):
-        found, expected = misfit.words(own)
-        argument, reader = (
-            "the classifier" if node is None else f"program token {node} ({tokens[node]})" for node in misfit[:2]
-        )
-        raise InputError(f"{reader} reads {expected}, but its argument, {argument}, returns {found}")
+    for place, node in enumerate(tree_run(tokens, own).nodes):
+        if node.unused:
+            raise InputError(f"program token {place} ({node.token}) is {node.unused}")
     return tuple(known[token] for token in tokens)
 
 

@@ -9,7 +9,6 @@ Shapes: B questions, T question tokens, L program tokens, C H W features, A answ
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +33,6 @@ from iep.models.build import (
     FEATURE_SIDES,
     check_features,
     check_vocab,
-    features_shape,
     name_of,
     pack,
     place,
@@ -42,7 +40,7 @@ from iep.models.build import (
 )
 from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
 from iep.models.weights import DEFAULT, SAFETENSORS, WEIGHTS, save_weights
-from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
+from iep.preprocess.backbones import Backbone, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
 from iep.runtime.devices import resolve_device
@@ -370,7 +368,9 @@ def load(
             raise InputError(f"{path}: {made}; another backbone does not apply")
         backbone, dtype = _recorded_backbone(answering.recipe, path, weights, say)
     elif backbone is None:
-        backbone = _likely_backbone(answering, path, weights, say)
+        backbone = ResNet(weights=weights or "default")  # that of Johnson et al. 2017, section 4.1
+        assumed = f"they are assumed to be {_describe(backbone)} (--backbone and the options after it change this)"
+        say(f"{path}: does not record how its features were made; {assumed}")
     predictor = Predictor(
         **networks, run_predicted=own == "engine", beam_size=beam_size, max_program_length=max_program_length
     )
@@ -411,8 +411,6 @@ def _hub(before: str) -> Any:
 
 def _describe(backbone: Backbone) -> str:
     """Return the settings of a backbone as text."""
-    if isinstance(backbone, Patches):
-        return f"{GRID}x{GRID} patches of {backbone.patch_size}x{backbone.patch_size} pixels"
     if isinstance(backbone, Scenes):
         return f"the backbone synth with {backbone.weights} weights"
     size = backbone.image_size
@@ -437,17 +435,3 @@ def _recorded_backbone(
     if weights is not None and backbone.recipe()["weights"] != recipe.get("weights"):
         say(f"{path}: its features were made with {recipe.get('weights')}; {weights} is used in its place")
     return backbone, dtype
-
-
-def _likely_backbone(network: Any, path: Path, weights: str | None, say: Callable[[str], None]) -> Backbone:
-    """Return patches if the network reads features of their shape, else the backbone of the original toolkit (Johnson
-    et al. 2017, section 4.1), perhaps with the weights of a file."""
-    shape = features_shape(network)
-    patch = isqrt(shape[0] // 3)
-    is_patches = shape == (3 * patch * patch, GRID, GRID)[: len(shape)]
-    backbone = Patches(patch) if is_patches and weights is None else ResNet(weights=weights or "default")
-    say(
-        f"{path}: does not record how its features were made; they are assumed to be {_describe(backbone)} (--backbone "
-        "and the options after it change this)"
-    )
-    return backbone

@@ -39,7 +39,7 @@ from iep.evaluation.predict import Predictions, Predictor, predict
 from iep.evaluation.question_cards import Maps, Pictures
 from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, Sample, check_options, describe_placement, main_device
+from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.execution_engine.trace import trace, unit_maps
 from iep.models.build import check_features, describe_other_features, load_network, place_engine, set_execution
 from iep.preprocess.backbones import Scenes
@@ -323,9 +323,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: Any) -> Pr
 def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) -> str:
     """Place the engine's parts, and return a description of their devices."""
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
-    costs = place_engine(engine, settings.placement, settings.devices, sample)
-    assert engine.placement is not None
-    return describe_placement(settings.placement, engine.placement, costs.work)
+    return place_engine(engine, settings.placement, settings.devices, sample)
 
 
 def _baselines(settings: Evaluation, outcome: Outcome) -> tuple[dict[str, Scores], bool]:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
 from iep.batching.template import make_template
-from iep.config import MODELS, SECTIONS, Config, EngineConfig, to_dict
+from iep.config import DROPPED, MODELS, SECTIONS, Config, EngineConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import (
@@ -33,7 +33,7 @@ from iep.execution_engine.choices import (
     make_module_set,
 )
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
+from iep.execution_engine.parts import Placement, Sample, make_placement, plan_sample
 from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
@@ -62,7 +62,7 @@ def make_engine(
     Args:
         program_tokens: the program vocabulary, special tokens first.
         num_answers: A.
-        feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
+        feature_dim: C of the features.
         feature_height: H of the features.
         feature_width: W of the features.
         stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
@@ -94,7 +94,6 @@ def make_engine(
         given.stem_stride,
         given.stem_norm,
         stem_bias,
-        given.stem_pixels,
     )
     grid = height, width = -(-feature_height // given.stem_stride), -(-feature_width // given.stem_stride)
     if given.module_norm != "none" and height * width == 1:
@@ -185,7 +184,8 @@ def build(name: str, kwargs: Mapping[str, Any]) -> Any:
         InputError: an argument is unknown, or the arguments do not fit together, as with too few convolutions for the
             stride.
     """
-    kwargs = to_dict(getattr(Config, name)) | dict(kwargs)
+    known = {key: value for key, value in kwargs.items() if f"{name}.{key}" not in DROPPED}
+    kwargs = to_dict(getattr(Config, name)) | known
     try:
         network: Any = CLASSES[name](**kwargs)
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -378,15 +378,15 @@ def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: st
 
 def place_engine(
     engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample, memory_format: str | None = None
-) -> Costs:
-    """Place the parts of an engine by `--placement` and `--devices`, and return their costs for the sample.
+) -> str:
+    """Place the parts of an engine by `--placement` and `--devices`, and return a description of the placement.
 
     Raises:
-        InputError: the placement is invalid for these parts and devices.
+        InputError: the engine cannot be placed, or the sample has no programs, which `balanced` needs.
     """
-    costs = costs_of(engine, sample)
-    place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source), memory_format)
-    return costs
+    placement, description = make_placement(option, devices, engine, sample)
+    place_parts(engine, placement, memory_format)
+    return description
 
 
 # Ways to execute

@@ -52,7 +52,8 @@ def read_image(path: Path | Image.Image, size: tuple[int, int]) -> np.ndarray:
         InputError: the file is missing, truncated or not an image, or its pixels have no maximum that means white.
     """
     pixels = open_image(path).resize(size, Image.Resampling.BICUBIC)
-    return np.asarray(pixels).transpose(2, 0, 1)
+    # Convolutions round differently in another memory format, which workers would not keep.
+    return np.ascontiguousarray(np.asarray(pixels).transpose(2, 0, 1))
 
 
 def image_batches(

@@ -37,7 +37,7 @@ from iep.data.question_file import Split, check_same_data, load_vocab, open_spli
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_placement, main_device
+from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.models.build import (
     DESCRIPTIONS,
     FEATURE_SIDES,
@@ -319,10 +319,9 @@ def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunD
     questions = data.training.questions
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     if config.placement != NONE:
-        costs = place_engine(engine, config.placement, config.devices, sample)
-        assert engine.placement is not None
+        description = place_engine(engine, config.placement, config.devices, sample)
         if is_main():
-            tqdm.write(describe_placement(config.placement, engine.placement, costs.work))
+            tqdm.write(description)
     if config.asynchronous:
         return
     set_execution(engine, config.execution, data.device, config.precision, config.defer_weight_grads, training=True)
@@ -365,8 +364,6 @@ def _fit(trainer: Trainer) -> None:
         write_bytes(out / CONFIG, to_yaml(config).encode())
         if (torchrun := torchrun_identity()) is not None:
             write_bytes(out / TORCHRUN, torchrun.encode())
-        if config.placement != NONE:
-            write_bytes(out / PLACEMENT_FILE, trainer.task.networks["engine"].placement.to_yaml().encode())
         tqdm.write(_describe(trainer))
     trainer.fit(batches, validation_batches, fit_asynchronously if config.asynchronous else None)
 
