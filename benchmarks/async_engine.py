@@ -20,7 +20,7 @@ from iep.cli.bench import trusted_config
 from iep.config import Config, find_config
 from iep.data.datasets import Batch, ClevrDataset
 from iep.data.question_file import load_vocab, open_split
-from iep.execution_engine.placement import BALANCED, Placement, Sample, make_placement
+from iep.execution_engine.parts import BALANCED, Placement, Sample, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.build import build, network_kwargs
 

@@ -37,7 +37,7 @@ class Watched(ResNet):
 def run(*arguments: object, only: str | None = "features", code: int = 0) -> str:
     """Return the lines that `iep-preprocess` writes, or its error; it must end with `code`."""
     flags = ("--workers", 0, "--device", "cpu", "--batch-size", 2, *(() if only is None else ("--only", only)))
-    result = CliRunner().invoke(main, [str(argument) for argument in (*arguments, *flags)])
+    result = CliRunner().invoke(main, [str(argument) for argument in (*flags, *arguments)])
     assert result.exit_code == code, result.output
     if code == 1:
         errors = [line for line in result.stderr.splitlines() if line and "image/s" not in line]

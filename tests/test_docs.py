@@ -23,7 +23,6 @@ from iep.vocab import Vocab
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "data/README.md", "benchmarks/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
-RESULTS = (ROOT / "docs/results.md").read_text()
 
 
 def by_name(path: Path) -> str:
@@ -37,18 +36,14 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
-def test_links_lead_to_existing_files_and_headings(document: Path):
-    links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", document.read_text())
-    for link in links:
+def test_links_lead_to_existing_files_and_headings_and_named_scripts_and_configs_exist(document: Path):
+    text = document.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)\s]*)\)", text):
         name, _, part = link.partition("#")
         target = (document.parent / name).resolve() if name else document
         assert target.exists(), link
         assert not part or part in anchors(target), link
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
-def test_scripts_and_configs_named_in_documents_exist(document: Path):
-    named = re.findall(r"\b(?:scripts/\w+\.(?:sh|py)|configs/[\w/-]+\.yaml)", document.read_text())
+    named = re.findall(r"\b(?:scripts/\w+\.(?:sh|py)|configs/[\w/-]+\.yaml)", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -59,21 +54,6 @@ def test_the_site_is_built_without_warnings(tmp_path: Path):
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "site/docs/guide.html").exists()
-
-
-def tables(text: str) -> list[list[list[str]]]:
-    """The cells of every table of a document, row by row."""
-    blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
-    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()] for block in blocks]
-
-
-def test_the_models_of_the_demos_data_have_the_accuracies_that_were_measured():
-    measured = (ROOT / "benchmarks/results/2026-11-23-models.txt").read_text().splitlines()
-    rows = [re.split(r"\s{2,}", line.strip()) for line in measured if re.search(r"(\d+\.\d\s*){8}$", line)]
-    types = [cells for name, _, *cells in rows if name not in ("compare integer", "query", "compare")]
-    here = {"LSTM", "IEP, predicted programs"}
-    table = next(table for table in tables(RESULTS) if here <= {row[0] for row in table})
-    assert [row[1:] for row in table[3:]] == [list(column) for column in zip(*types, strict=True)]
 
 
 def python_blocks(document: Path) -> list[str]:

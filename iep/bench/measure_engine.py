@@ -21,7 +21,7 @@ from iep.bench.strategy import Strategy
 from iep.bench.workload import Minibatch, generated
 from iep.config import EngineConfig
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, Sample, check_options, main_device
+from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.build import build, fit_template, network_kwargs, place, place_engine, set_execution
 from iep.runtime.devices import autocast

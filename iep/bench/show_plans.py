@@ -21,7 +21,7 @@ from iep.config import EngineConfig
 from iep.data.question_file import load_vocab, open_split
 from iep.errors import InputError, nearest
 from iep.evaluation.json_report import align_rows
-from iep.execution_engine.placement import NONE, Sample, check_options, make_placement
+from iep.execution_engine.parts import NONE, Sample, check_options, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.execution_engine.roles import MAP
 from iep.models.build import build, network_kwargs

@@ -39,7 +39,7 @@ from iep.evaluation.predict import Predictions, Predictor, predict
 from iep.evaluation.question_cards import Maps, Pictures
 from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, Sample, check_options, main_device
+from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.execution_engine.trace import trace, unit_maps
 from iep.models.build import check_features, describe_other_features, load_network, place_engine, set_execution
 from iep.preprocess.backbones import Scenes

@@ -6,7 +6,7 @@ The engine runs CLEVR's programs with `iep/batching/`. `program_plan.py` makes t
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from iep.execution_engine.choices import (
     EXECUTIONS,
     check_choice,
 )
-from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
+from iep.execution_engine.parts import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
 from iep.execution_engine.roles import MAP, ModuleSet, num_kinds, roles_of
 from iep.execution_engine.trace import run_tree
@@ -179,38 +179,33 @@ class ExecutionEngine(nn.Module):
                 plans are for `triton` instead.
 
         Raises:
-            ValueError: there is no such execution; `attentions` is set, and the modules return none that the penalty
-                counts; or a CUDA graph is asked for without a template, or with another scheduler than the default,
-                which it does not use.
+            ValueError: there is no such execution, or `attentions` is set, and the modules return none that the penalty
+                counts.
         """
-        execution, template = execution or self.execution, None
+        execution = execution or self.execution
         check_choice("execution", execution, EXECUTIONS)
         if execution == "cuda_graph" and not training:
             execution = "triton"
-        elif execution == "cuda_graph":
-            graphs = self._executions.get(execution)
-            if not isinstance(graphs, CudaGraphs):
-                raise ValueError("a CUDA graph needs a template; iep.models.build.fit_template sets it")
-            template = graphs.template
-            if batching != DEFAULT_SCHEDULER:
-                raise ValueError(f"batching is {batching}, which a CUDA graph does not use")
+        run = self._executions.get(execution)
         if attentions and not self.makes_attentions:
             raise ValueError("the engine's modules return no attentions; those of the sets tbd and pooled do")
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
             sharing = not training or not any(isinstance(layer, NOT_ROW_BY_ROW) for layer in layers)
-        own: dict[str, Any] = {
-            "program_tokens": self.program_tokens,
-            "roles": self.roles,
-            "placement": self.placement,
-            "attentions": attentions,
+        return partial(
+            plan_programs,
+            program_tokens=self.program_tokens,
+            roles=self.roles,
+            batching=batching,
+            sharing=sharing,
+            placement=self.placement,
+            attentions=attentions,
             # Functions on several devices or workers have calls of their own.
-            "op_groups": None if self.placement or whole else self.op_groups(execution != DEFAULT_EXECUTION),
-            "whole": whole,
-            "execution": execution,
-            "template": template,
-        }
-        return partial(plan_programs, **own, batching=batching, sharing=sharing)
+            op_groups=None if self.placement or whole else self.op_groups(execution != DEFAULT_EXECUTION),
+            whole=whole,
+            execution=execution,
+            template=run.template if isinstance(run, CudaGraphs) else None,
+        )
 
     def plan(
         self,
@@ -252,16 +247,15 @@ class ExecutionEngine(nn.Module):
             raise ValueError(f"features of {len(features_NCHW)} images for a plan of {plan.num_images}")
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
-        device, placement = features_NCHW.device, self.placement
-        if placement is not None:
-            features_NCHW = features_NCHW.to(placement.device(STEM))
-        with _autocast_like(device, () if placement is None else map(torch.device, placement.devices)):
-            inputs = self._scene_values(self.stem(features_NCHW))
-            modules = {op: getattr(self, token) for op, token in self._runs.items()}
-            maps_BCHW, *attentions = self._executions[plan.execution](plan, modules, inputs, defer_weight_grads)
-            dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
-            attention = sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
-            return self.classifier(maps_BCHW).to(device), attention.to(device)
+        device = features_NCHW.device
+        if self.placement is not None:
+            features_NCHW = features_NCHW.to(self.placement.device(STEM))
+        inputs = self._scene_values(self.stem(features_NCHW))
+        modules = {op: getattr(self, token) for op, token in self._runs.items()}
+        maps_BCHW, *attentions = self._executions[plan.execution](plan, modules, inputs, defer_weight_grads)
+        dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
+        attention = sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
+        return self.classifier(maps_BCHW).to(device), attention.to(device)
 
     def _scene_values(self, stems_NCHW: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the value of `scene` in each kind of a plan's values; the set may have further kinds."""
@@ -274,17 +268,6 @@ class ExecutionEngine(nn.Module):
         stems = self.stem(features_BCHW).split(1)
         results = [run_tree(self, tree, stem_1CHW)[1] for tree, stem_1CHW in zip(trees, stems, strict=True)]
         return self.classifier(torch.cat(results))
-
-
-@contextmanager
-def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iterator[None]:
-    """Apply the autocast settings of `device` to other kinds of devices in the block."""
-    enabled = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if enabled else None
-    with ExitStack() as stack:
-        for kind in {other.type for other in others} - {device.type}:
-            stack.enter_context(torch.autocast(kind, dtype, enabled))
-        yield
 
 
 # Ways to run the module calls of a plan, which `choices.EXECUTIONS` describes

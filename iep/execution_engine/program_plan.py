@@ -18,7 +18,7 @@ from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
 from iep.batching.template import Template
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER
-from iep.execution_engine.placement import Placement
+from iep.execution_engine.parts import Placement
 from iep.execution_engine.roles import Roles, module_graph, penalized, types_of, whole_graph
 
 

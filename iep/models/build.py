@@ -33,7 +33,7 @@ from iep.execution_engine.choices import (
     make_module_set,
 )
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Placement, Sample, make_placement, plan_sample
+from iep.execution_engine.parts import Placement, Sample, make_placement, plan_sample
 from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint

@@ -37,7 +37,7 @@ from iep.data.question_file import Split, check_same_data, load_vocab, open_spli
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, Sample, check_options, main_device
+from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.models.build import (
     DESCRIPTIONS,
     FEATURE_SIDES,

@@ -1,4 +1,4 @@
-"""A placement is dealt in turn, or balanced by work."""
+"""The parts of an engine are placed in turn or balanced by their work, which is that of the calls of programs."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from iep.bench.show_plans import describe_copies, rows_copied
 from iep.config import EngineConfig
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Sample, balanced, round_robin, work_of
+from iep.execution_engine.parts import Sample, balanced, round_robin, work_of
 from iep.models.build import build, network_kwargs, place_engine
 from iep.vocab import NULL, Vocab, index_tokens
 

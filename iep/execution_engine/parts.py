@@ -1,9 +1,9 @@
-"""Placements, which give every part of an engine a device: the stem, each function, and the classifier.
+"""The parts of an engine, which are the stem, each function, and the classifier: their work, and the device of each.
 
-This is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is plain data. It is
-made before the run from the names of the parts, or from the work that programs give them, and its devices need not be
-available at that time. `iep.models.build.place_engine` moves the parts, `program_plan.py` plans the copies between
-devices, and `engine.py` runs them.
+To place the parts is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is
+plain data. It is made before the run from the names of the parts, or from the work that programs give them, and its
+devices need not be available at that time. `iep.models.build.place_engine` moves the parts, `iep/batching/placement.py`
+plans the copies between devices, and `engine.py` runs them.
 
 Shapes: Q programs, L program tokens.
 """
@@ -11,7 +11,7 @@ Shapes: Q programs, L program tokens.
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from iep.execution_engine.roles import module_graph, result_kind
 from iep.programs import SCENE
 from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
-
-if TYPE_CHECKING:
-    from iep.execution_engine.engine import ExecutionEngine
 
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = PLACEMENTS
@@ -114,10 +111,8 @@ def main_device(placement: str, devices: Sequence[str], device: str) -> torch.de
     return first
 
 
-def make_placement(
-    option: str, devices: Sequence[str], engine: "ExecutionEngine", sample: Sample
-) -> tuple[Placement, str]:
-    """Return the placement of an engine's parts that `option` names, and a description of it.
+def make_placement(option: str, devices: Sequence[str], engine: Any, sample: Sample) -> tuple[Placement, str]:
+    """Return the placement of the parts of an `ExecutionEngine` that `option` names, and a description of it.
 
     The description has for each device the number, the share of the work and the names of its parts. Devices are
     numbered if their names are not distinct: cpu#0, cpu#1.
@@ -129,15 +124,14 @@ def make_placement(
     if engine.shared is not None:
         what = f"the modules {engine.kwargs['modules']} share their weights"
         raise InputError(f"{what} and cannot be placed on several devices or workers")
-    if option == BALANCED and not sample.is_known:
-        what = f"has no programs, from which --placement {BALANCED} computes the functions' work"
-        raise InputError(f"{sample.source}: {what}; choose {ROUND_ROBIN}")
     work = work_of(engine, sample) if sample.is_known else None
-    if option == BALANCED:
-        assert work is not None, "the sample is known"
+    if option == ROUND_ROBIN:
+        placement = round_robin(engine.parts, devices)
+    elif work is not None:
         placement = balanced(work, devices)
     else:
-        placement = round_robin(engine.parts, devices)
+        what = f"has no programs, from which --placement {BALANCED} computes the functions' work"
+        raise InputError(f"{sample.source}: {what}; choose {ROUND_ROBIN}")
     lines, is_distinct = [f"placement {option}:"], len(set(devices)) == len(devices)
     for position, name in enumerate(devices):
         parts = [part for part, at in placement.parts.items() if at == position]
@@ -165,7 +159,7 @@ def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
     return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in work})
 
 
-def work_of(engine: "ExecutionEngine", sample: Sample) -> dict[str, float]:
+def work_of(engine: Any, sample: Sample) -> dict[str, float]:
     """Return the work of each part: the mean floating-point operations of its forward pass per question of a sample."""
     assert sample.programs_QL is not None
     flops, tokens = _flops_of_parts(engine), engine.program_tokens
