@@ -183,7 +183,6 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
     [
         (b"?", "the question '?' has no word"),
         (b"blah, blah", "the question 'blah, blah' has no word of the vocabulary"),
-        (b"\xff\xfe How", "the question is not UTF-8 text"),
     ],
 )
 def test_a_bad_line_among_piped_ones_is_named_and_the_others_are_answered(parts, bad, said):

@@ -109,9 +109,7 @@ def read_rows(path: Path) -> list[Row]:
         OSError: the file cannot be read.
     """
     rows = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
     return rows
