@@ -69,7 +69,7 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
 
     Raises:
         InputError: the file is missing, damaged, not HDF5 or encoded with another vocabulary, a dataset is missing or
-            has a wrong shape, a token is not in `vocab`, or an image index is below 0.
+            has a wrong shape, or a token is not in `vocab`.
     """
     with open_hdf5(path) as file:
         attributes = read_attributes(file)  # the original toolkit's files have none
@@ -87,10 +87,6 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
                     f"{name}, row {bad[0][0]}: index {values[tuple(bad[0])]} is not in the vocabulary of {len(tokens)} "
                     "tokens; expected the vocab.json that was made with it"
                 )
-        negative = np.flatnonzero(arrays["image_idxs"] < 0)
-        if len(negative):
-            row = negative[0]
-            raise InputError(f"image_idxs, row {row}: {arrays['image_idxs'][row]}, expected 0 or more")
     arrays.setdefault("orig_idxs", np.arange(len(arrays["questions"])))
     parts: dict[str, Any] = {name: arrays.get(name) for name in DATASETS}
     return Questions(path=Path(path), families=parts.pop("question_families"), **parts)
