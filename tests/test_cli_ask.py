@@ -122,7 +122,7 @@ REFUSED = [
     ("--baseline {ee} --image {image}", 1, "{ee}: holds an execution engine; give it as --ee"),
     # Pictures.
     ("{run} --program {count} --draw picture.gif", 2, "does not end in one of .png, .svg, .pdf"),
-    ("{run} --program {count} --draw {broken}/a.png", 1, "its directory is a file"),
+    ("{run} --program {count} --draw {broken}/a.png", 1, "{broken}: File exists"),
 ]
 
 

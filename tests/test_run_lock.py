@@ -11,7 +11,7 @@ import pytest
 from clevr_files import write_clevr, write_questions
 from click.testing import CliRunner
 from tiny_data import assert_one_error, tiny
-from train_cases import before_each_step, iep_train
+from train_cases import iep_train
 
 from iep.cli.evaluate import main as iep_eval
 from iep.cli.export import main as iep_export
@@ -102,14 +102,3 @@ def test_one_export_at_a_time_writes_a_new_directory_and_the_next_one_removes_wh
     result = CliRunner().invoke(iep_export, [str(clevr), "--format", "swift", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-
-
-def test_a_run_in_training_refuses_a_second_process_and_continues(data: Path, tmp_path: Path, monkeypatch):
-    def enter(*_: object) -> None:
-        with pytest.raises(InputError, match=f"run: in use by process {os.getpid()} on "), alone_in(tmp_path / "run"):
-            pass
-
-    before_each_step(monkeypatch, enter)
-    result = iep_train("--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm"))
-    assert result.exit_code == 0, result.output
-    assert not list((tmp_path / "run").glob(".*"))
