@@ -39,8 +39,8 @@ def test_batches_that_are_kept_keep_their_features_however_many_they_are(data: P
 
 
 def test_a_slot_is_free_again_when_the_last_tensor_of_it_is_gone(monkeypatch):
-    monkeypatch.setattr("iep.data.loader.get_worker_info", lambda: SimpleNamespace(id=1))
-    slots, shape, dtype = Slots(workers=2, per_worker=1, size=100), (5, 5), np.dtype(np.float32)
+    monkeypatch.setattr("iep.data.loader.get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
+    slots, shape, dtype = Slots(count=2, size=100), (5, 5), np.dtype(np.float32)
     sent = torch.from_numpy(slots.allocate(shape, dtype)).fill_(7)
     receive, arguments = slots.reduce(sent)
     tensor = receive(*arguments)

@@ -82,7 +82,7 @@ def made_ahead(make: Make, choices: Iterable[Any], loading: Loading, slot_bytes:
         InputError: `make` raised it, in this process or in a worker.
     """
     # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
-    slots = Slots(loading.workers, loading.prefetch + 2, slot_bytes)
+    slots = Slots(loading.workers * (loading.prefetch + 2) if slot_bytes else 0, slot_bytes)
     options: dict[str, Any] = {}
     if loading.workers:
         # Forked processes start at once, and share the parent's slots and data.
@@ -127,16 +127,14 @@ class _Made(Dataset):
 
 
 class Slots:
-    """Memory for the features of batches, shared with forked worker processes.
+    """Memory for the features of batches, shared with forked worker processes, which have equal parts of the slots.
 
-    Each worker has slots of its own. It takes one for each batch, and the process that made the slots frees it when the
-    batch's tensor is gone. Pages that are never written take no memory.
+    A worker takes a slot for each batch, and the process that made the slots frees it when the batch's tensor is gone.
+    Pages that are never written take no memory.
     """
 
-    def __init__(self, workers: int, per_worker: int, size: int) -> None:
-        """Allocate `per_worker` slots of `size` bytes for each worker."""
-        count = workers * per_worker if size else 0
-        self._per_worker = per_worker
+    def __init__(self, count: int, size: int) -> None:
+        """Allocate `count` slots of `size` bytes."""
         self._memory = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(count)]
         self._numbers = {memory.ctypes.data: number for number, memory in enumerate(self._memory)}
         self._is_taken = np.frombuffer(mmap.mmap(-1, max(1, count)), dtype=bool)
@@ -146,7 +144,7 @@ class Slots:
         """Return an array in a free slot of this worker, or in memory of its own if there is no free slot."""
         worker = get_worker_info()
         assert worker is not None  # this is a worker
-        mine = range(len(self._memory))[worker.id * self._per_worker :][: self._per_worker]
+        mine = range(worker.id, len(self._memory), worker.num_workers)
         number = next((number for number in mine if not self._is_taken[number]), None)
         if number is None:
             return np.empty(shape, dtype)
