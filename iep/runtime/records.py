@@ -2,8 +2,8 @@
 
 A tracker, Weights & Biases or trackio, gets the same numbers if the run names one.
 
-Every row opens the files anew. TensorBoard's own writer has a thread, in which the error of a full disk could not be
-caught.
+Every row opens the files anew. TensorBoard's own writer has a thread, which would print the traceback of an error such
+as that of a full disk.
 """
 
 import json
