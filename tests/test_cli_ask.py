@@ -123,7 +123,7 @@ REFUSED = [
     ("--baseline {ee} --image {image}", 1, "{ee}: holds an execution engine; give it as --ee"),
     # Pictures.
     ("{run} --program {count} --draw picture.gif", 2, "does not end in one of .png, .svg, .pdf"),
-    ("{run} --program {count} --draw {broken}/a.png", 1, "its directory is a file"),
+    ("{run} --program {count} --draw {broken}/a.png", 1, "{broken}: File exists"),
 ]
 
 
@@ -182,7 +182,6 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
     [
         (b"?", "the question '?' has no word"),
         (b"blah, blah", "the question 'blah, blah' has no word of the vocabulary"),
-        (b"\xff\xfe How", "the question is not UTF-8 text"),
     ],
 )
 def test_a_bad_line_among_piped_ones_is_named_and_the_others_are_answered(parts, bad, said):

@@ -170,7 +170,6 @@ NOT_WHOLE = "not a whole HDF5 file"
 UNREADABLE = [
     *((cut(share), NOT_WHOLE) for share in (0.0, 0.9)),
     (Path.unlink, "no such file, expected a whole HDF5 file of iep-preprocess"),
-    (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
 ]
 QUESTIONS: list[tuple[dict, str]] = [
     ({"questions": None}, "has no dataset 'questions'"),

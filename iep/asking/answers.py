@@ -20,7 +20,6 @@ from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.execution_engine.trace import trace, unit_maps
 from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, tokens_run, tree_lines
-from iep.runtime.reading import check_utf8
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 if TYPE_CHECKING:
@@ -56,12 +55,11 @@ def read_question(text: str, vocab: Vocab) -> Words:
     around the question are dropped, and so are repeated spaces between words unless the vocabulary has an empty token.
 
     Raises:
-        InputError: the question is empty, has no word, or is not UTF-8 text.
+        InputError: the question is empty or has no word.
     """
     text = text.strip()
     if not text:
         raise InputError("the question is empty")
-    check_utf8(text, "the question")
     known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
     words = [word for word in tokenize(text) if word or word in known]
     words = [known_form(word, known, is_first=position == 0) for position, word in enumerate(words)]

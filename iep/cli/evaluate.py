@@ -165,7 +165,7 @@ def main(
     with joined(), ExitStack() as held:
         if is_main():
             for directory in {path.resolve(): path for path in (out, report_dir) if path is not None}.values():
-                held.enter_context(alone_in(directory, *OUTPUTS, PAGE))
+                held.enter_context(alone_in(directory))
         report = evaluate(settings, out, page, show)
     if report is None:  # of several processes only the first prints
         return

@@ -104,7 +104,7 @@ def main(
         say = click.echo if is_main() else lambda line: None
         given = {splits[0]: question_file} if question_file else None
         files, images = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
-        by_main(lambda: stack.enter_context(alone_in(out, "*")))
+        by_main(lambda: stack.enter_context(alone_in(out)))
         if "features" in parts:  # a missing device or wrong weights are an error before the questions are encoded
             torch_device = main_first(lambda: resolve_device(device))
             main_first(lambda: model.input_size)

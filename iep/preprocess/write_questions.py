@@ -14,7 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from iep.data.hdf5 import open_hdf5, read_attributes
+from iep.data.features import open_hdf5, read_attributes
 from iep.data.question_file import CONTENT_DIGEST, split_files
 from iep.data.question_file import read_questions as read_questions_file
 from iep.errors import InputError
