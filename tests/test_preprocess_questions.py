@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from iep.preprocess import clevr_files
 from iep.preprocess.clevr_files import question_files
-from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
+from iep.preprocess.encode_questions import QuestionOptions, preprocess_questions
 from iep.vocab import Vocab
 
 
@@ -187,7 +187,7 @@ BAD_QUESTIONS = [
     ('{"text": "How?"}', "question 0: 'question' is None, expected a text; the keys are text"),
     ('{"question": "How?"}', "question 0: expected the key 'image_index', or 'image_filename'"),
     ('{"question": "How?", "image_index": "0"}', "'image_index' is '0', expected an integer"),
-    (ONE + ', "answer": 1}, ' + ONE + "}", "question 1: 'answer' is missing, unlike in the questions"),
+    (ONE + ', "answer": 1}, ' + ONE + "}", "1 of 2 questions have 'answer', expected all or none"),
     (ONE + ', "program": [' + CALL + "]}", "question 0: program call 0 (count) has inputs [], expected 1"),
 ]
 BAD_FILES = [

@@ -91,7 +91,7 @@ def main(
         raise click.UsageError("--expand-vocab goes with --vocab")
     # Imported late, so that `--help` does not wait for torch.
     from iep.preprocess.compute_features import preprocess_features
-    from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
+    from iep.preprocess.encode_questions import QuestionOptions, preprocess_questions
     from iep.runtime.devices import resolve_device
     from iep.runtime.distributed import by_main, is_main, joined, main_first
     from iep.runtime.locks import alone_in
