@@ -20,7 +20,6 @@ from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.roles import ModuleSet, misfits
 from iep.execution_engine.trace import trace, unit_maps
 from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, program_tree, tokens_run, tree_lines
-from iep.runtime.reading import check_utf8
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 if TYPE_CHECKING:
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOP = 3
 """The number of the likeliest answers that are shown."""
-SPELLINGS = {"colour": "color", "grey": "gray"}
-"""British spellings and those of the questions of CLEVR."""
-QUOTES = "\"'“”‘’"
-PUNCTUATION = ("", ";", ",")
-"""Tokens of questions that are not words."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +39,20 @@ class Words:
     """`<START>`, its words, `<END>`, as `iep-preprocess` encodes them."""
     unknown: tuple[tuple[str, str | None], ...]
     """The words that are not in the vocabulary, each once, with the nearest known word or None."""
-    is_known: bool
-    """Whether a word is in the vocabulary."""
 
 
 def read_question(text: str, vocab: Vocab) -> Words:
     """Encode a question; words that are not in the vocabulary become `<UNK>`.
 
-    Words that differ from known ones in quotation marks, capital letters or British spelling are taken as these. Spaces
-    around the question are dropped, and so are repeated spaces between words unless the vocabulary has an empty token.
+    Words that differ from known ones in capital letters are taken as these. Spaces around the question are dropped, and
+    so are repeated spaces between words unless the vocabulary has an empty token.
 
     Raises:
-        InputError: the question is empty, has no word, or is not UTF-8 text.
+        InputError: the question is empty or has no word.
     """
     text = text.strip()
     if not text:
         raise InputError("the question is empty")
-    check_utf8(text, "the question")
     known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
     words = [word for word in tokenize(text) if word or word in known]
     words = [known_form(word, known, is_first=position == 0) for position, word in enumerate(words)]
@@ -69,15 +60,12 @@ def read_question(text: str, vocab: Vocab) -> Words:
         raise InputError(f"the question {text!r} has no word")
     unknown = dict.fromkeys(word for word in words if word not in known)
     indices = (known.get(word, UNK) for word in words)
-    is_known = any(word in known and word not in PUNCTUATION for word in words)
-    pairs = tuple((word, nearest_word(word, known)) for word in unknown)
-    return Words(text, (START, *indices, END), pairs, is_known)
+    return Words(text, (START, *indices, END), tuple((word, nearest_word(word, known)) for word in unknown))
 
 
 def known_form(word: str, known: Collection[str], is_first: bool) -> str:
-    """Return the known word that `word` is but for quotation marks, case and British spelling, or `word` itself."""
-    plain = word.strip(QUOTES).lower()
-    plain = SPELLINGS.get(plain, plain)
+    """Return the known word that `word` is but for its case, or `word` itself."""
+    plain = word.lower()
     forms = (plain.capitalize(), plain) if is_first else (plain, plain.capitalize())
     return next((form for form in (word, *forms) if form in known), word)
 
@@ -121,24 +109,19 @@ def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
     return tuple(known[token] for token in tokens)
 
 
-def read_each(what: str, given: object, read: Callable[[str], T]) -> list[T]:
+def read_each(what: str, given: str | Sequence[str], read: Callable[[str], T]) -> list[T]:
     """Return `read(text)` of a text, or of each text of a list.
 
     Args:
         what: the kind of text for messages, such as "question".
 
     Raises:
-        InputError: `given` is neither a text nor a list of texts, or `read` fails. Of several texts, the message names
-            the failed one, such as "question 2".
+        InputError: `read` fails. Of several texts, the message names the failed one, such as "question 2".
     """
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list | tuple):
-        raise InputError(f"the {what} is {given!r:.60}, expected a text or a list of texts")
     results = []
     for number, text in enumerate(texts, start=1):
         try:
-            if not isinstance(text, str):
-                raise InputError(f"the {what} is {text!r:.60}, expected a text")
             results.append(read(text))
         except InputError as error:
             raise InputError(f"{what} {number}: {error}" if len(texts) > 1 else str(error)) from None

@@ -9,17 +9,16 @@ Shapes: B questions, T question tokens, L program tokens, C H W features, A answ
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any, overload
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from iep.asking.answers import Answer, SeenImage, Words, read_each, read_program, read_question
@@ -50,7 +49,7 @@ from iep.synth.world import ATTRIBUTES
 from iep.vocab import NULL, Vocab
 
 DTYPES = ("float32", "float16")
-ImageLike = Path | str | Image.Image | np.ndarray | Tensor
+ImageLike = Path | str | Image.Image | np.ndarray
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,26 +78,20 @@ class Model:
             return {name_of(own.baseline): own.baseline}
         return {"engine": own.engine} if own.generator is None else {"generator": own.generator, "engine": own.engine}
 
-    @staticmethod
-    def from_pretrained(name: Path | str, **options: Any) -> "Model":
-        """Load networks as `iep.load` does; this is the name that other libraries of the Hub use."""
-        return load(name, **options)
-
     def see(self, image: ImageLike | None) -> SeenImage:
         """Compute the features of an image, which `ask` and `objects` take in place of the image.
 
         Args:
-            image: a file; an image of Pillow; an array (H, W, 3) of uint8; or a tensor (3, H, W) of uint8, or of
-                numbers from 0 to 1. None for a baseline that reads no image.
+            image: a file, an image of Pillow, or an array (H, W, 3) of uint8. None for a baseline that reads no image.
 
         Raises:
-            InputError: the image cannot be used, is missing, or is of another type.
+            InputError: the image cannot be used or is missing.
         """
         if self.backbone is None:
             return SeenImage(None, None, None)
         if image is None:
             raise InputError(f"{self.path}: needs an image, and there is none")
-        pixels = _opened(image)
+        pixels = open_image(Image.fromarray(image) if isinstance(image, np.ndarray) else image)
         features_1CHW, found = image_features(pixels, self.backbone, self.dtype, self.device)
         network, name = [*self._networks.values()][-1], image if isinstance(image, str | PathLike) else "the image"
         check_features(network, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
@@ -139,7 +132,7 @@ class Model:
                 another number of questions than of programs; or there is no generator and no program, or a program for
                 a baseline.
         """
-        words = None if question is None else read_each("question", question, lambda text: self._words(text, program))
+        words = None if question is None else read_each("question", question, partial(read_question, vocab=self.vocab))
         if program is None:
             if words is None:
                 raise InputError("there is neither a question nor a program; give one of them")
@@ -165,13 +158,6 @@ class Model:
         """
         if self.predictor.baseline is None and self.predictor.generator is None:
             raise InputError(f"{self.path}: holds no program generator; give that of another run as pg (--pg CKPT)")
-
-    def _words(self, text: str, program: object) -> Words:
-        """Return a question as tokens; a question that is asked without its program needs a known word."""
-        words = read_question(text, self.vocab)
-        if program is None and not words.is_known:
-            raise InputError(f"the question {words.text!r} has no word of the vocabulary")
-        return words
 
     @torch.inference_mode()
     def _answers(
@@ -226,12 +212,9 @@ class Model:
             half: store float16, which takes half the space. Computation is in float32 all the same.
 
         Raises:
-            InputError: the directory holds a run, whose checkpoints `iep.load` would read, or `directory` is not a
-                path.
+            InputError: the directory holds a run, whose checkpoints `iep.load` would read.
             OSError: a file cannot be written.
         """
-        if not isinstance(directory, str | PathLike):
-            raise InputError(f"the directory is {directory!r:.60}, expected a path")
         if checkpoints(Path(directory)):
             raise InputError(f"{directory}: already holds a run; choose another directory")
         networks = self._networks
@@ -239,72 +222,9 @@ class Model:
         content = {"networks": packed, "features": recipe, "vocab": self.vocab.to_json()}
         save_weights(Path(directory), content, half)
 
-    def push_to_hub(self, name: str, private: bool = False) -> str:
-        """Upload the networks to a repository on the Hugging Face Hub, created if necessary, and return its address.
 
-        `pip install 'iep[hub]'` installs what this needs, and `hf auth login` stores the token.
-
-        Args:
-            name: such as `user/name`.
-            private: whether a new repository is private.
-
-        Raises:
-            InputError: the extra is not installed, or `name` is not a repository name.
-            HfHubHTTPError: the Hub refuses the upload.
-        """
-        if not isinstance(name, str) or not HUB_NAME.fullmatch(name):
-            raise InputError(f"{name!r:.60}: expected a name on the Hugging Face Hub such as user/name")
-        hub = _hub(f"{name}:")
-        with TemporaryDirectory() as directory:
-            self.save(directory)
-            (Path(directory) / "README.md").write_text(CARD.format(name=name))
-            address = hub.create_repo(name, private=private, exist_ok=True)
-            hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload networks")
-        return str(address)
-
-
-def _opened(image: ImageLike) -> Image.Image:
-    """Return an image as RGB.
-
-    Raises:
-        InputError: the file cannot be read, or the image is of another type than `Model.see` takes.
-    """
-    if isinstance(image, str | PathLike | Image.Image):
-        return open_image(Path(image) if isinstance(image, str) else image)
-    kind, pixels_HWC = type(image).__name__, image
-    if isinstance(image, Tensor) and image.ndim == 3 and (image.dtype == torch.uint8 or image.is_floating_point()):
-        pixels_CHW = image.detach().cpu()
-        if image.is_floating_point() and pixels_CHW.numel() and 0 <= pixels_CHW.min() <= pixels_CHW.max() <= 1:
-            pixels_CHW = (255 * pixels_CHW.float()).round().to(torch.uint8)
-        pixels_HWC = pixels_CHW.permute(1, 2, 0).numpy()
-    if isinstance(image, Tensor | np.ndarray):
-        kind = f"{kind} {tuple(image.shape)} of {str(image.dtype).removeprefix('torch.')}"
-    if not isinstance(pixels_HWC, np.ndarray) or pixels_HWC.dtype != np.uint8 or pixels_HWC.shape[2:] != (3,):
-        raise InputError(
-            f"the image is of type {kind}, expected a path, an image of Pillow, an array (H, W, 3) of uint8, or a "
-            "tensor (3, H, W) of uint8 or of numbers from 0 to 1"
-        )
-    if not pixels_HWC.size:
-        raise InputError(f"the image has no pixels: it is of type {kind}")
-    return Image.fromarray(pixels_HWC)
-
-
-CARD = """---
-library_name: iep
-tags: [clevr, visual-question-answering, neural-module-networks]
----
-Networks of `iep`, a toolkit for CLEVR visual reasoning. They answer questions about images of CLEVR's world:
-
-```python
-import iep
-
-print(iep.load("{name}").ask("image.png", "How many red things are there?"))
-```
-"""
 HUB_NAME = re.compile(r"(\w[\w.-]*)/\w[\w.-]*")
 """The name of a repository, such as `user/name`; no part begins with a dot, as in a path."""
-HUB_TIMEOUT = 5.0
-"""The seconds that the Hub has to answer whether a repository exists."""
 RUNS = "runs"
 """The usual directory of runs, which is never looked up on the Hub."""
 
@@ -383,30 +303,19 @@ def _local(name: Path | str) -> Path:
     What looks like a path is not looked up on the Hub: a `Path`, a checkpoint's ending, and `runs` or an existing
     directory before the slash.
     """
-    if not isinstance(name, str | PathLike):
-        raise InputError(f"{name!r:.60}: expected a path, or a name on the Hugging Face Hub such as user/name")
-    path, is_hub_name = Path(name), HUB_NAME.fullmatch(name) if isinstance(name, str) else None
+    path, is_hub_name = Path(name), isinstance(name, str) and HUB_NAME.fullmatch(name)
     if not is_hub_name or path.parent.exists() or path.parts[0] == RUNS or path.suffix in (SAFETENSORS, ".pt"):
         return path
-    hub = _hub(f"{name}: not a run here, and")
     try:
-        if hub.try_to_load_from_cache(name, WEIGHTS) is None:
-            # This makes one attempt. Without a connection, a download makes six, which take 23 seconds.
-            hub.get_hf_file_metadata(hub.hf_hub_url(name, WEIGHTS), timeout=HUB_TIMEOUT)
-        return Path(hub.hf_hub_download(name, WEIGHTS))
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise InputError(f"{name}: not a run here, and the Hugging Face Hub needs pip install 'iep[hub]'") from None
+    try:
+        return Path(hf_hub_download(path.as_posix(), WEIGHTS))
     except Exception as error:  # of requests and of the library, without a common class
         reason = shorten(str(error), 300, placeholder=" ...")
         what = f"no such run here, and no {WEIGHTS} of a repository of this name on the Hugging Face Hub"
         raise InputError(f"{name}: {what} ({reason})") from None
-
-
-def _hub(before: str) -> Any:
-    """Return the library of the Hub; without it, an error has the text `before` at its beginning."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise InputError(f"{before} the Hugging Face Hub needs pip install 'iep[hub]'") from None
-    return huggingface_hub
 
 
 def _describe(backbone: Backbone) -> str:

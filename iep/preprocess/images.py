@@ -20,7 +20,7 @@ _OF_16_BITS = ("PNG", "PPM")
 """Formats whose grey values have at most 16 bits, though Pillow may store them in 32 bits (mode I)."""
 
 
-def open_image(path: Path | Image.Image) -> Image.Image:
+def open_image(path: Path | str | Image.Image) -> Image.Image:
     """Decode an image, a file or one of Pillow, to RGB, rotated by its EXIF data, and with 16 bits of grey scaled to 8.
 
     Raises:
