@@ -195,7 +195,37 @@ class Answer:
 
     def __str__(self) -> str:
         """Return the question, the likeliest answers, the program as a tree and the warning."""
-        return describe(self) + f"\n  {self.seen.warning}" * bool(self.seen.warning)
+        return self.text() + f"\n  {self.seen.warning}" * bool(self.seen.warning)
+
+    def text(self, top: int = TOP) -> str:
+        """Return lines with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
+        lines = [self.question] if self.question else []
+        lines += [f"  {line}" for line in _about_words(self.unknown)]
+        best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(self.probabilities.items())[:top])
+        lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
+        if self.tree is not None:
+            lines += [f"  {line}" for line in tree_lines(self.tree, named)]
+            if self.tree.ignored:
+                lines.append(f"  ignored, after the tree was complete: {' '.join(self.tree.ignored)}")
+        return "\n".join(lines)
+
+    def to_json(self, top: int = TOP) -> dict[str, Any]:
+        """Return the object that `iep-ask --json` prints, without the keys of unknown values.
+
+        `program` is the predicted program as in predictions.jsonl. `run` is the program that was run, with `scene` in
+        the place of unused functions. Both are in prefix order.
+        """
+        content: dict[str, Any] = {}
+        if self.question is not None:
+            content |= {"question": self.question, "unknown_words": [word for word, _ in self.unknown]}
+        likeliest = list(self.probabilities.items())[:top]
+        content["answers"] = [{"answer": name, "probability": round(share, 6)} for name, share in likeliest]
+        if self.tree is not None and self.engine is not None:
+            predicted = content_tokens(self.indices, self.engine.program_tokens)
+            content |= {"program": predicted, "run": tokens_run(self.tree)}
+        if self.seen.warning:
+            content["warning"] = self.seen.warning
+        return content
 
     def draw(self, path: Path | str | None = None, saliency: str = DEFAULT_SALIENCY, top: int = TOP) -> "Figure":
         """Draw the image, the likeliest answers, and the program's tree with the map of each function.
@@ -217,10 +247,15 @@ class Answer:
         from iep.asking.picture import draw_answer  # matplotlib takes a second
 
         maps, likeliest = self.maps(saliency), list(self.probabilities.items())[:top]
-        colours, image, tree = f"Colours: {SALIENCY[saliency]}.", self.seen.pixels, self.tree
+        image, tree = self.seen.pixels, self.tree
         assert image is not None  # there are maps, so an engine answered
         assert tree is not None
-        return draw_answer(path, self.question or "", image, likeliest, tree, maps, _warnings(self, tree), colours)
+        warned = [*self.warning.splitlines()]
+        warned += [f"{node.token}: {node.unused}" for node in tree.nodes if node.unused not in ("", NOT_USED)]
+        if tree.ignored:
+            warned.append(f"ignored after the program's tree: {' '.join(tree.ignored)}")
+        colours = f"Colours: {SALIENCY[saliency]}."
+        return draw_answer(path, self.question or "", image, likeliest, tree, maps, warned, colours)
 
     def maps(self, saliency: str = DEFAULT_SALIENCY) -> list[Tensor]:
         """Run the program once more, and return the map (H, W) of each node of `tree`, from 0 to 1.
@@ -239,52 +274,9 @@ class Answer:
         return [map_HW * (not node.unused) for map_HW, node in pairs]
 
 
-def describe(answer: Answer, top: int = TOP, picture: Path | None = None, with_question: bool = True) -> str:
-    """Return text with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
-    lines = [answer.question] if answer.question and with_question else []
-    lines += [f"  {line}" for line in _about_words(answer.unknown)]
-    best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(answer.probabilities.items())[:top])
-    lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
-    if answer.tree is not None:
-        lines += [f"  {line}" for line in tree_lines(answer.tree, named)]
-        if answer.tree.ignored:
-            lines.append(f"  ignored, after the tree was complete: {' '.join(answer.tree.ignored)}")
-    if picture is not None:
-        lines.append(f"  Wrote {picture}")
-    return "\n".join(lines)
-
-
 def _about_words(unknown: Sequence[tuple[str, str | None]]) -> list[str]:
     """Return a line about each word that is not in the vocabulary."""
     return [
         f"{word!r} is not in the vocabulary and is read as <UNK>" + f"; the nearest known word is {near!r}" * bool(near)
         for word, near in unknown
     ]
-
-
-def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict[str, Any]:
-    """Return the object that `--json` prints, without the keys of unknown values.
-
-    `program` is the predicted program as in predictions.jsonl. `run` is the program that was run, with `scene` in the
-    place of unused functions. Both are in prefix order.
-    """
-    content: dict[str, Any] = {}
-    if answer.question is not None:
-        content |= {"question": answer.question, "unknown_words": [word for word, _ in answer.unknown]}
-    likeliest = list(answer.probabilities.items())[:top]
-    content["answers"] = [{"answer": name, "probability": round(share, 6)} for name, share in likeliest]
-    if answer.tree is not None and answer.engine is not None:
-        predicted = content_tokens(answer.indices, answer.engine.program_tokens)
-        content |= {"program": predicted, "run": tokens_run(answer.tree)}
-    if answer.seen.warning:
-        content["warning"] = answer.seen.warning
-    if picture is not None:
-        content["picture"] = str(picture)
-    return content
-
-
-def _warnings(answer: Answer, tree: ProgramTree) -> list[str]:
-    """Return what a picture says about an unusual image, unknown words, and unused parts of the program."""
-    reasons = [f"{node.token}: {node.unused}" for node in tree.nodes if node.unused not in ("", NOT_USED)]
-    ignored = f"ignored after the program's tree: {' '.join(tree.ignored)}" * bool(tree.ignored)
-    return [line for line in (*answer.warning.splitlines(), *reasons, ignored) if line]
