@@ -1,12 +1,9 @@
-"""Networks in safetensors files, `iep.load`, and the Hugging Face Hub, which is replaced by a directory."""
+"""Networks in safetensors files, and `iep.load`."""
 
 import json
 import math
-import re
 import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,19 +35,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {model: trained(data, model, root / model, 2) for model in ("pg", "ee", "lstm")}
     start = ("--pg", made["pg"], "--ee", made["ee"])
     return made | {"joint": trained(data, "joint", root / "joint", 2, *start)}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A directory in place of the Hub, with a directory for each repository."""
-
-    def download(repo_id: str, filename: str) -> str:
-        if not (path := tmp_path / "hub" / repo_id / filename).exists():
-            raise OSError(f"404 Client Error: {repo_id}\nnot found")
-        return str(path)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
-    return tmp_path / "hub"
 
 
 @pytest.mark.parametrize("model", ["pg", "ee", "joint", "lstm"])
@@ -182,31 +166,6 @@ def test_the_networks_of_the_package_are_named_default_unless_a_run_is(runs, tmp
     assert result.exit_code == 0, result.output
     shutil.copytree(runs["ee"], "default")
     assert_one_error(iep_eval(*networks), "default: holds an execution engine, expected a checkpoint with a program")
-
-
-def test_networks_of_a_repository_on_the_hub_are_loaded_by_its_name(runs, hub, monkeypatch):
-    model = iep.load(runs["joint"])
-    model.save(hub / "someone/clevr")
-    assert str(iep.load("someone/clevr").ask(IMAGE, QUESTION)) == str(model.ask(IMAGE, QUESTION))
-    with pytest.raises(InputError, match=r"no such run here, and no best\.safetensors of a repository of this name"):
-        iep.load("someone/other")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(InputError, match=r"someone/absent: not a run here, .*pip install 'iep\[hub\]'"):
-        iep.load("someone/absent")
-
-
-def test_what_looks_like_a_path_is_not_looked_up_on_the_hub(runs, hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(runs["joint"], "mine/joint")
-    for name, message in (
-        ("runs/joint", "no such file"),
-        ("mine/jiont", "no such file; did you mean 'joint'?"),
-        ("absent/best.pt", "no such file"),
-        ("../other/run", "no such file"),
-        (Path("someone/other"), "no such file"),
-    ):
-        with pytest.raises(InputError, match=f"^{name}: {re.escape(message)}"):
-            iep.load(name)
 
 
 def test_networks_without_a_generator_or_an_engine_are_errors(runs):

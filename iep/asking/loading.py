@@ -6,14 +6,12 @@ likeliest way. Questions that are asked together run as one minibatch.
 Shapes: B questions, T question tokens, L program tokens, C H W features, A answers.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt
 from os import PathLike
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, overload
 
 import numpy as np
@@ -40,7 +38,7 @@ from iep.models.build import (
     unpack,
 )
 from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
-from iep.models.weights import DEFAULT, SAFETENSORS, WEIGHTS, save_weights
+from iep.models.weights import DEFAULT, save_weights
 from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
@@ -48,7 +46,6 @@ from iep.runtime.devices import resolve_device
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import NULL, Vocab
 
-DTYPES = ("float32", "float16")
 ImageLike = Path | str | Image.Image | np.ndarray
 
 
@@ -223,12 +220,6 @@ class Model:
         save_weights(Path(directory), content, half)
 
 
-HUB_NAME = re.compile(r"(\w[\w.-]*)/\w[\w.-]*")
-"""The name of a repository, such as `user/name`; no part begins with a dot, as in a path."""
-RUNS = "runs"
-"""The usual directory of runs, which is never looked up on the Hub."""
-
-
 def load(
     name: Path | str = DEFAULT,
     pg: Path | str | None = None,
@@ -244,9 +235,9 @@ def load(
     """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
 
     Args:
-        name: a run directory, a checkpoint, or the name `user/name` of a repository on the Hugging Face Hub. It holds a
-            baseline or an execution engine, and with it perhaps a program generator. `default` are the networks that
-            come with the package, which were trained on generated images of CLEVR's difficulty.
+        name: a run directory or a checkpoint. It holds a baseline or an execution engine, and with it perhaps a program
+            generator. `default` are the networks that come with the package, which were trained on generated images of
+            CLEVR's difficulty.
         pg: the same for the program generator, if `name` does not hold one. Without any, programs can be run, but no
             questions answered.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
@@ -263,7 +254,7 @@ def load(
         InputError: a checkpoint cannot be used, two of them do not fit together, an argument does not apply to the
             networks, or `modules` differs from the checkpoint's.
     """
-    path, of_pg, on = _local(name), None if pg is None else _local(pg), resolve_device(device)
+    path, of_pg, on = Path(name), None if pg is None else Path(pg), resolve_device(device)
     held = load_checkpoint(path, PARTS_OF_A_MODEL)
     vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
     own = next((each for each in ("engine", *BASELINES) if each in held["networks"]), "engine")
@@ -297,27 +288,6 @@ def load(
     return Model(path, predictor, vocab, backbone, dtype, on)
 
 
-def _local(name: Path | str) -> Path:
-    """Return the path of networks, after a download if `name` is that of a repository on the Hub.
-
-    What looks like a path is not looked up on the Hub: a `Path`, a checkpoint's ending, and `runs` or an existing
-    directory before the slash.
-    """
-    path, is_hub_name = Path(name), isinstance(name, str) and HUB_NAME.fullmatch(name)
-    if not is_hub_name or path.parent.exists() or path.parts[0] == RUNS or path.suffix in (SAFETENSORS, ".pt"):
-        return path
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError:
-        raise InputError(f"{name}: not a run here, and the Hugging Face Hub needs pip install 'iep[hub]'") from None
-    try:
-        return Path(hf_hub_download(path.as_posix(), WEIGHTS))
-    except Exception as error:  # of requests and of the library, without a common class
-        reason = shorten(str(error), 300, placeholder=" ...")
-        what = f"no such run here, and no {WEIGHTS} of a repository of this name on the Hugging Face Hub"
-        raise InputError(f"{name}: {what} ({reason})") from None
-
-
 def _describe(backbone: Backbone) -> str:
     """Return the settings of a backbone as text."""
     if isinstance(backbone, Patches):
@@ -336,16 +306,13 @@ def _recorded_backbone(
     Raises:
         InputError: the recipe cannot be followed.
     """
-    dtype = str(recipe.get("dtype", "float32"))
-    if dtype not in DTYPES:
-        raise InputError(f"{path}: features of dtype {dtype}, expected {' or '.join(DTYPES)}")
     try:
         backbone = backbone_of(recipe, weights)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     if weights is not None and backbone.recipe()["weights"] != recipe.get("weights"):
         say(f"{path}: its features were made with {recipe.get('weights')}; {weights} is used in its place")
-    return backbone, dtype
+    return backbone, str(recipe.get("dtype", "float32"))
 
 
 def _likely_backbone(network: Any, path: Path, weights: str | None, say: Callable[[str], None]) -> Backbone:
