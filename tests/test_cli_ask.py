@@ -80,7 +80,7 @@ def test_questions_asked_together_or_line_by_line_are_answered_as_one_by_one(par
 
 def test_unknown_words_are_named_once_with_the_nearest_known_one_and_taken_as_unk(parts):
     output = answered(*parts, "--question", "What color of smal zzz zzz is it?")
-    assert "'smal' is not in the vocabulary and is read as <UNK>; the nearest known word is 'small'" in output
+    assert "'smal' is not in the vocabulary and is read as <UNK>; did you mean 'small'?" in output
     assert output.count("'zzz' is not in the vocabulary and is read as <UNK>\n") == 1
     unknown = ("--question", "How many <UNK> qqq things?", "--question", "How many xxx yyy things?")
     first, second = (json.loads(line) for line in answered(*parts, *unknown, "--json").splitlines())

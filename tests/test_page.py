@@ -67,7 +67,7 @@ def test_a_request_reads_images_of_the_page_and_no_other_files(address, function
     for path in (IMAGE, Path(own).parent / os.path.relpath(IMAGE, Path(own).parent)):
         assert "This page has no such image" in called(address, function, {"path": str(path)}, text)
     assert "There is no image: choose or generate one" in called(address, function, None, text)
-    assert "the question is empty" in called(address, "ask", {"path": own}, " ")
+    assert "has no word" in called(address, "ask", {"path": own}, " ")
 
 
 @pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("example.org", 400), ("0.0.0.0", 400)])

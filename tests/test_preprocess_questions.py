@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +11,7 @@ import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
 from features_cases import PATCHES, RESNET
 from features_cases import run as preprocess
-from tqdm import tqdm
 
-from iep.preprocess import clevr_files
-from iep.preprocess.clevr_files import question_files
-from iep.preprocess.encode_questions import QuestionOptions, preprocess_questions
 from iep.vocab import Vocab
 
 
@@ -157,12 +152,6 @@ def test_files_made_otherwise_are_refused_untouched_unless_overwritten(clevr, ou
     run(clevr, "--out", out, *options, "--overwrite")
     assert {path.name: path.read_bytes() for path in out.iterdir()} != before
     assert "already done" in run(clevr, "--out", out, *options)
-
-
-def test_a_bar_shows_how_much_of_a_question_file_is_encoded(clevr, out, monkeypatch, capfd):
-    monkeypatch.setattr(clevr_files, "tqdm", lambda **options: tqdm(**options | {"delay": 0}))  # it is for long files
-    preprocess_questions(question_files(clevr), out, QuestionOptions(), overwrite=False, say=lambda line: None)
-    assert re.search(r"CLEVR_train_questions\.json: +\d+%", capfd.readouterr().err)
 
 
 def test_done_files_are_skipped_and_truncated_ones_named(clevr, out):

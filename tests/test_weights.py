@@ -227,7 +227,7 @@ def test_images_without_objects_are_answered_with_a_warning_and_those_of_ten_wit
         assert answer.warning == expected
         assert ("objects found" in str(answer)) == bool(expected)
     assert (len(model.objects(tmp_path / "flat.png")), len(model.objects(ten))) == (0, 10)
-    words = "'smal' is not in the vocabulary and is read as <UNK>; the nearest known word is 'small'"
+    words = "'smal' is not in the vocabulary and is read as <UNK>; did you mean 'small'?"
     assert model.ask(ten, "How many smal things are there?").warning == words
     assert model.ask(tmp_path / "flat.png", "How many smal things are there?").warning == f"{words}\n{warning}"
 

@@ -5,7 +5,6 @@ Shapes: H W pixels of an image or cells of a map, C H W features, L program toke
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from iep.backbone.network import FoundObjects
-from iep.errors import SIMILARITY, InputError, nearest
+from iep.errors import InputError, nearest
 from iep.evaluation.outcome import content_tokens
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.execution_engine.engine import ExecutionEngine
@@ -37,8 +36,10 @@ class Words:
     text: str
     indices: tuple[int, ...]
     """`<START>`, its words, `<END>`, as `iep-preprocess` encodes them."""
-    unknown: tuple[tuple[str, str | None], ...]
-    """The words that are not in the vocabulary, each once, with the nearest known word or None."""
+    unknown: tuple[str, ...]
+    """The words that are not in the vocabulary, each once."""
+    warnings: tuple[str, ...]
+    """A line about each of these words."""
 
 
 def read_question(text: str, vocab: Vocab) -> Words:
@@ -48,11 +49,9 @@ def read_question(text: str, vocab: Vocab) -> Words:
     so are repeated spaces between words unless the vocabulary has an empty token.
 
     Raises:
-        InputError: the question is empty or has no word.
+        InputError: the question has no word.
     """
     text = text.strip()
-    if not text:
-        raise InputError("the question is empty")
     known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
     words = [word for word in tokenize(text) if word or word in known]
     words = [known_form(word, known, is_first=position == 0) for position, word in enumerate(words)]
@@ -60,7 +59,9 @@ def read_question(text: str, vocab: Vocab) -> Words:
         raise InputError(f"the question {text!r} has no word")
     unknown = dict.fromkeys(word for word in words if word not in known)
     indices = (known.get(word, UNK) for word in words)
-    return Words(text, (START, *indices, END), tuple((word, nearest_word(word, known)) for word in unknown))
+    said = "is not in the vocabulary and is read as <UNK>"
+    warnings = tuple(f"{word!r} {said}{nearest(word, known)}" for word in unknown)
+    return Words(text, (START, *indices, END), tuple(unknown), warnings)
 
 
 def known_form(word: str, known: Collection[str], is_first: bool) -> str:
@@ -68,16 +69,6 @@ def known_form(word: str, known: Collection[str], is_first: bool) -> str:
     plain = word.lower()
     forms = (plain.capitalize(), plain) if is_first else (plain, plain.capitalize())
     return next((form for form in (word, *forms) if form in known), word)
-
-
-def nearest_word(word: str, known: Collection[str]) -> str | None:
-    """Return the most similar known word, ignoring case, or None if none is near.
-
-    Of words that differ only in case, the one whose first letter has the case of `word`'s is preferred.
-    """
-    found = get_close_matches(word.lower(), {other.lower() for other in known}, n=1, cutoff=SIMILARITY)
-    alike = sorted(other for other in known if other.lower() in found)
-    return min(alike, key=lambda other: other[:1].isupper() != word[:1].isupper(), default=None)
 
 
 def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
@@ -148,8 +139,7 @@ class Answer:
     """The networks' answer to a question, or the result of a program.
 
     Attributes:
-        question: None if only a program was given.
-        unknown: the words of the question that are not in the vocabulary, each with the nearest known word or None.
+        words: the question; None if only a program was given.
         probabilities: the probability of each possible answer, the likeliest first.
         indices: (L,) the program's tokens as predicted or given; empty for a baseline.
         tree: the program's tree, with the nodes marked that the engine does not use; None for a baseline.
@@ -157,13 +147,17 @@ class Answer:
         engine: the engine that ran the program; None for a baseline.
     """
 
-    question: str | None
-    unknown: tuple[tuple[str, str | None], ...]
+    words: Words | None
     probabilities: dict[str, float]
     indices: tuple[int, ...]
     tree: ProgramTree | None
     seen: SeenImage = field(compare=False)
     engine: ExecutionEngine | None = field(compare=False)
+
+    @property
+    def question(self) -> str | None:
+        """The question; None if only a program was given."""
+        return None if self.words is None else self.words.text
 
     @property
     def answer(self) -> str:
@@ -187,7 +181,8 @@ class Answer:
         They are the question's unknown words, and objects that are unlike those of CLEVR's images, such as none at all,
         if the backbone finds objects.
         """
-        return "\n".join([*_about_words(self.unknown), *[self.seen.warning] * bool(self.seen.warning)])
+        about_words = () if self.words is None else self.words.warnings
+        return "\n".join([*about_words, *[self.seen.warning] * bool(self.seen.warning)])
 
     def __repr__(self) -> str:
         asked = "" if self.question is None else f" to {self.question!r}"
@@ -199,8 +194,7 @@ class Answer:
 
     def text(self, top: int = TOP) -> str:
         """Return lines with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
-        lines = [self.question] if self.question else []
-        lines += [f"  {line}" for line in _about_words(self.unknown)]
+        lines = [] if self.words is None else [self.words.text, *(f"  {line}" for line in self.words.warnings)]
         best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(self.probabilities.items())[:top])
         lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
         if self.tree is not None:
@@ -216,8 +210,8 @@ class Answer:
         the place of unused functions. Both are in prefix order.
         """
         content: dict[str, Any] = {}
-        if self.question is not None:
-            content |= {"question": self.question, "unknown_words": [word for word, _ in self.unknown]}
+        if self.words is not None:
+            content |= {"question": self.words.text, "unknown_words": list(self.words.unknown)}
         likeliest = list(self.probabilities.items())[:top]
         content["answers"] = [{"answer": name, "probability": round(share, 6)} for name, share in likeliest]
         if self.tree is not None and self.engine is not None:
@@ -272,11 +266,3 @@ class Answer:
         traced = trace(self.engine, self.seen.features_1CHW, self.indices)
         pairs = zip(unit_maps(traced, saliency), self.tree.nodes, strict=True)
         return [map_HW * (not node.unused) for map_HW, node in pairs]
-
-
-def _about_words(unknown: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return a line about each word that is not in the vocabulary."""
-    return [
-        f"{word!r} is not in the vocabulary and is read as <UNK>" + f"; the nearest known word is {near!r}" * bool(near)
-        for word, near in unknown
-    ]

@@ -176,8 +176,7 @@ class Model:
             probabilities = {self.vocab.answer[index]: share for index, share in zip(indices_A, shares_A, strict=True)}
             tokens = [self.vocab.program[token] for token in program_L]
             tree = None if engine is None else tree_run(tokens, engine.module_set)
-            text, unknown = (None, ()) if given is None else (given.text, given.unknown)
-            answers.append(Answer(text, unknown, probabilities, tuple(program_L), tree, seen, engine))
+            answers.append(Answer(given, probabilities, tuple(program_L), tree, seen, engine))
         return answers
 
     def objects(self, image: ImageLike | SeenImage) -> list[dict[str, Any]]:
