@@ -6,7 +6,7 @@ import click
 
 from iep.cli.command import Command
 from iep.cli.options import DirectoryPath
-from iep.preprocess.export import FORMATS, PROMPTED, export
+from iep.preprocess.export_questions import FORMATS, PROMPTED, export
 
 
 @click.command(cls=Command)
