@@ -54,12 +54,6 @@ OF_OUTPUTS = {"out", "report_dir", "images", "name", "others"}
     help="Programs that the engine runs.  [default: predicted where --pg is given]",
 )
 @execution_options
-@click.option(
-    "--order-by-image",
-    is_flag=True,
-    default=None,
-    help="Evaluate questions image by image, so that those of one image share a batch. Results keep the file's order.",
-)
 @decoding_options
 @click.option(
     "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
