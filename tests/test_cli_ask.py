@@ -106,7 +106,7 @@ REFUSED = [
     ("--ee defualt --image {image}", 1, "defualt: no such file; did you mean 'default'?"),
     ("--image {image} --backbone resnet18", 1, "Error: default: records how its features were made (by synth)"),
     ("{run} --program {count} --pg x", 2, "--pg does not apply with --program"),
-    ("{run} --program {count} --question a --question b", 1, "2 questions for 1 programs: give as many, or none"),
+    ("{run} --program {count} --question a --question a", 1, "2 questions for 1 programs: give as many, or none"),
     ("{run} --program {count} --beam-size 2", 2, "--beam-size does not apply with --program"),
     ("--baseline x --image {image} --draw y.png", 2, "--draw does not apply with --baseline"),
     # Programs, questions and files.

@@ -299,7 +299,7 @@ def _file_or_picture(image: object) -> Path | str | Image.Image:
         from torchvision.transforms.functional import to_pil_image
 
         try:
-            return to_pil_image(image)
+            return Image.fromarray(image) if isinstance(image, np.ndarray) else to_pil_image(image)
         except (TypeError, ValueError) as error:
             raise InputError(f"the image: {error}") from None
     if not isinstance(image, Path | str | Image.Image):
