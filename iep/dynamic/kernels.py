@@ -29,6 +29,7 @@ from iep.dynamic.future import LEAF, Nested, in_place_error, recording_into, spl
 from iep.dynamic.rowwise import deferrable, is_batched
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
+COUNTS_INDICES = "scale_grad_by_freq counts the indices of all samples"
 MOST_KERNELS = 256
 """The greatest number of kernels of one function or module that are kept."""
 NO_RESULT, _ = split(None)
@@ -126,8 +127,8 @@ def _find_kernel(function: Callable, arguments: Nested, specs: Sequence[Spec]) -
         return Kernel(NOW, _text(failure))
     if any(leaf._version for leaf in leaves):
         raise in_place_error(name_of(function))
-    reason = fake.why_singly()
     args, kwargs = arguments.fill([LEAF] * len(specs))
+    reason = COUNTS_INDICES if kwargs.get("scale_grad_by_freq") else fake.why_singly()
     is_rowwise = is_batched(function, args, kwargs, specs)
     how = SINGLY if reason else DIRECT if is_rowwise else VMAP
     kernel = Kernel(how, reason, tuple(map(Spec.of, tensors)), result, tuple(one.requires_grad for one in tensors))
@@ -277,7 +278,7 @@ def why_undivided(function: Callable) -> str:
         if part._backward_hooks or part._backward_pre_hooks:  # no public method of a module tells of its hooks
             return f"{type(part).__name__} has backward hooks, which are called for each sample"
         if getattr(part, "scale_grad_by_freq", False):
-            return "scale_grad_by_freq counts the indices of all samples"
+            return COUNTS_INDICES
     return ""
 
 
