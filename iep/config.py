@@ -368,7 +368,6 @@ class Evaluation:
     max_program_length: int = Config.max_program_length
     precision: str = Config.precision
     batch_size: int = 256
-    order_by_image: bool = False
     families: str | None = setting(None, models=ANSWERING)
     """The question families to evaluate on, as in `Config`."""
     skip_samples: int = 0

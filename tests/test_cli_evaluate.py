@@ -205,7 +205,7 @@ def test_earlier_reports_stand_beside_the_new_one_which_says_where_their_questio
     [
         ["--batching", "vanilla", "--no-sharing"],
         ["--workers", "1", "--features-in-memory"],
-        ["--batch-size", "7", "--order-by-image"],
+        ["--batch-size", "7"],
     ],
 )
 def test_how_the_work_is_done_changes_no_prediction(data, both, whole, tmp_path, options: list[str]):
@@ -321,7 +321,7 @@ def evaluate_in_process(settings: Evaluation, out: Path) -> bool:
 
 
 def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
-    settings = Evaluation(data, pg=run["pg"], ee=run["ee"], device="cpu", batch_size=4, order_by_image=True)
+    settings = Evaluation(data, pg=run["pg"], ee=run["ee"], device="cpu", batch_size=4)
     assert run_evaluation.evaluate(settings, tmp_path / "one", ReportOptions(tmp_path / "one"))
     assert together(evaluate_in_process, settings, tmp_path / "two") == [True, False]
     one, two = (tmp_path / name for name in ("one", "two"))

@@ -135,16 +135,6 @@ def test_workers_give_the_batches_and_plans_of_the_process_itself_and_draw_no_nu
     assert torch.equal(torch.get_rng_state(), before)  # training uses this generator
 
 
-def test_by_image_the_questions_of_an_image_meet_and_every_example_comes_once(data: Path):
-    dataset = open_train(data)
-    batches = list(sequential_batches(dataset, 8, by_image=True))
-    index = torch.cat([batch.index for batch in batches])
-    assert dataset.questions.image_idxs[index].tolist() == sorted(dataset.questions.image_idxs.tolist())
-    assert sorted(index.tolist()) == list(range(TRAIN))
-    plain = list(sequential_batches(dataset, 8))
-    assert sum(len(batch.features) for batch in batches) < sum(len(batch.features) for batch in plain)
-
-
 @pytest.mark.parametrize(("batch_size", "sizes"), [(16, [16, 16, 7]), (100, [39])])
 def test_sequential_batches_hold_every_example_once_in_order(data: Path, batch_size: int, sizes: list[int]):
     batches = sequential_batches(open_train(data), batch_size)
@@ -170,7 +160,6 @@ NOT_WHOLE = "not a whole HDF5 file"
 UNREADABLE = [
     *((cut(share), NOT_WHOLE) for share in (0.0, 0.9)),
     (Path.unlink, "no such file, expected a whole HDF5 file of iep-preprocess"),
-    (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
 ]
 QUESTIONS: list[tuple[dict, str]] = [
     ({"questions": None}, "has no dataset 'questions'"),

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,8 +76,6 @@ def test_the_python_code_of_a_page_runs(document: Path, data: Path, runs: dict[s
     (tmp_path / "runs/quick/data").symlink_to(data)
     (tmp_path / "runs/quick/ee").symlink_to(runs["ee"])
     shutil.copy(ROOT / "data/sample/images/val/CLEVR_val_000002.png", tmp_path / "image.png")
-    hub = SimpleNamespace(create_repo=lambda name, **_: f"https://hub/{name}", upload_folder=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     model = nn.ModuleDict({"cell": nn.Linear(4, 4), "head": nn.Linear(4, 2)})

@@ -19,7 +19,6 @@ from iep.data.features import Features
 from iep.errors import InputError
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import preprocess_features
-from iep.runtime.locks import alone_in
 
 
 def interrupt(clevr: Path, out: Path, *options: str) -> None:
@@ -78,11 +77,6 @@ def test_every_file_is_checked_before_any_is_made_and_a_new_image_makes_a_done_f
     os.truncate(out / FILE, 5000)
     assert f"{out / FILE}: not a whole HDF5 file" in run(clevr, "--out", out, *SMALL, code=1)
     assert (out / FILE).stat().st_size == 5000
-
-
-def test_two_processes_do_not_write_the_same_directory(clevr, out):
-    with alone_in(out):
-        assert f"{out}: in use by process {os.getpid()}" in run(clevr, "--out", out, *SMALL, code=1)
 
 
 def test_a_resumed_run_reads_only_images_that_are_new_or_whose_rows_are_damaged(clevr, out, tmp_path):

@@ -9,7 +9,7 @@ from iep.cli.command import Command
 from iep.cli.options import DirectoryPath
 from iep.runtime.locks import alone_in
 from iep.synth.presets import PRESETS, SPLITS, resolve
-from iep.synth.synthesize import RECORD, synthesize
+from iep.synth.synthesize import synthesize
 from iep.synth.templates import FAMILIES_OF
 
 COUNT = click.IntRange(min=0)
@@ -64,7 +64,7 @@ def main(
     total = sum(getattr(options, split) for split in SPLITS)
     if total == 0:
         raise click.UsageError("nothing to make: --train, --val and --test are all 0")
-    with alone_in(out, RECORD), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
+    with alone_in(out), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
 
         def progress(split: str, images: int) -> None:
             bar.set_description(split, refresh=False)

@@ -237,10 +237,10 @@ def main(
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
     from iep.runtime.distributed import is_main, joined
-    from iep.training.run_training import train_from, was_restarted
+    from iep.training.run_training import train_from
 
-    with joined(), alone_in(out, "*") if is_main() else nullcontext():
-        config, start = resolve(resume or was_restarted(out))
+    with joined(), alone_in(out) if is_main() else nullcontext():
+        config, start = resolve(resume)
         if resume and config.data is None and not (out / CONFIG).exists():
             raise InputError(f"{out}: holds no run to resume; to start one, give --data DIR")
         trainer = train_from(start, config, out, names)

@@ -150,7 +150,6 @@ def _predicted(settings: Evaluation) -> Answered | None:
         settings.batch_size,
         Loading(settings.workers, pin=device.type == "cuda"),
         device,
-        by_image=settings.order_by_image,
         precision=settings.precision,
     )
     memory = gather(peak_memory(device))
@@ -282,7 +281,7 @@ def _check_models(settings: Evaluation) -> None:
     for name in () if runs_modules else of_engines:
         if getattr(settings, name) != getattr(Evaluation, name):
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of execution engines; give --ee CKPT")
-    of_networks = ("order_by_image", "features_in_memory", *(["batch_size"] if settings.pg is None else []))
+    of_networks = ("features_in_memory", *(["batch_size"] if settings.pg is None else []))
     for name in of_networks if is_symbolic(settings) else ():
         if getattr(settings, name) != getattr(Evaluation, name):
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of networks that --ee symbolic ignores")

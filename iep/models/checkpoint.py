@@ -1,10 +1,10 @@
 """A run's state <-> one file, written whole or not at all and loaded without executing anything in it.
 
 A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
-step, resolved config, the question families that the config's file lists, vocabulary, and how the features that it was
-trained on were made of images. It holds no random states, because the random numbers of a step are a function of the
-seed and the step. A run keeps its newest checkpoints by number, and the best. `build.py` builds networks from one.
-Checkpoints of the original toolkit load as well, to start from or to evaluate.
+step, resolved config, vocabulary, and how the features that it was trained on were made of images. It holds no random
+states, because the random numbers of a step are a function of the seed and the step. A run keeps its newest checkpoints
+by number, and the best. `build.py` builds networks from one. Checkpoints of the original toolkit load as well, to start
+from or to evaluate.
 """
 
 import io

@@ -35,7 +35,7 @@ from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.reading import reading
 from iep.runtime.records import VALIDATION, Records, start_tracker
-from iep.runtime.signals import Stopped, answering, deferred
+from iep.runtime.signals import Stopped, deferred
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas, in_step
 from iep.training.tasks import Task
@@ -65,8 +65,6 @@ class RunData:
     vocab: Vocab
     training: Split
     validation: Split | None = None
-    families: str | None = None
-    """The question families that the config's file lists; None without a file."""
 
 
 TrainOn = Callable[["Trainer", Iterator[Batch], Iterable[Batch] | None], None]
@@ -168,9 +166,8 @@ class Trainer:
                 (train_on or Trainer.train_on)(self, batches, validation)
         except Stopped as stop:
             if self.step > self._saved_step:
-                with answering():
-                    self._check_weights()
-                    self.save_step()
+                self._check_weights()
+                self.save_step()
             if self.step == config.iterations and not self.validation_due:
                 return  # the run was complete
             outcome = f"after iteration {self.step}, which is saved; --resume continues from there"
@@ -316,7 +313,6 @@ class Trainer:
             "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
             "vocab": self.data.vocab.to_json(),
             "features": {} if features is None else dict(features.recipe),
-            "families": self.data.families,
             "networks": pack(self.task.networks),
             "optimizer": self.optimizer.state_dict(),
         }

@@ -32,7 +32,7 @@ from iep.config import (
 from iep.data.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.data.loader import Loading
 from iep.data.ordering import Order, make_order
-from iep.data.question_families import family_filter, listed
+from iep.data.question_families import family_filter
 from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
@@ -66,7 +66,7 @@ from iep.program_generator.decode import greedy
 from iep.program_generator.encoder import trim
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import program_lengths
-from iep.runtime.distributed import attempt, broadcast, by_main, is_main, rank, torchrun_identity, total, world_size
+from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner, with_processes
@@ -76,8 +76,6 @@ from iep.training.loop import RunData, Trainer
 from iep.training.tasks import TASKS, Task
 from iep.vocab import Vocab
 
-TORCHRUN = ".torchrun"
-"""The file in a run directory that identifies the torchrun that started or resumed the run."""
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
 """Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
 
@@ -95,12 +93,6 @@ def load_start(out: Path) -> Saved | None:
         InputError: the checkpoint is damaged, or is not that of a run.
     """
     return by_main(lambda: load_newest(out))
-
-
-def was_restarted(out: Path) -> bool:
-    """Return whether torchrun has restarted the run in `out` after a process failed (`--max-restarts`)."""
-    mine, path = torchrun_identity(), out / TORCHRUN
-    return broadcast(mine is not None and path.is_file() and path.read_text() == mine)
 
 
 def config_of(start: Saved) -> Config:
@@ -153,7 +145,7 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         return None
     if changed and is_main():
         tqdm.write(f"{out}: resumes with {', '.join(changed)}")
-    trainer = _build(start, config, out, given, _open(start, config))
+    trainer = _build(start, config, out, given, _open(config))
     _fit(trainer)
     return trainer
 
@@ -182,21 +174,13 @@ def _check(start: Saved | None, config: Config, out: Path, given: Collection[str
     return changed
 
 
-def _open(start: Saved | None, config: Config) -> RunData:
+def _open(config: Config) -> RunData:
     """Open the data, which must be the same in all processes; each may read its own copy.
 
     Raises:
-        InputError: a file is missing or damaged, a dataset is missing, a file is not that of the first process (names
-            the file and the process), or the file of question families has changed since the checkpoint was saved.
+        InputError: a file is missing or damaged, a dataset is missing, or a file is not that of the first process
+            (names the file and the process).
     """
-    families = attempt(lambda: listed(config.families))
-    if start is not None and config.families == start.content["config"].get("families"):
-        before = start.content.get("families", families)  # earlier versions did not record them
-        if before != families:
-            raise InputError(
-                f"{start.path}: was trained on the question families {before}, but {config.families} lists {families}; "
-                "undo that to resume, or give --families another file"
-            )
     device = main_device(config.placement, config.devices, config.device)
     assert config.data is not None  # `_check` requires it
     data = Path(config.data)
@@ -205,7 +189,7 @@ def _open(start: Saved | None, config: Config) -> RunData:
     for split in filter(None, (training, validation)):
         TASKS[config.model].check_questions(config, split.questions)
     training, validation = _in_memory(training, config), validation and _in_memory(validation, config)
-    return RunData(device, vocab, training, validation, families)
+    return RunData(device, vocab, training, validation)
 
 
 def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None]:
@@ -362,8 +346,6 @@ def _fit(trainer: Trainer) -> None:
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / CONFIG, to_yaml(config).encode())
-        if (torchrun := torchrun_identity()) is not None:
-            write_bytes(out / TORCHRUN, torchrun.encode())
         tqdm.write(_describe(trainer))
     trainer.fit(batches, validation_batches, fit_asynchronously if config.asynchronous else None)
 
