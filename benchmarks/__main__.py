@@ -40,7 +40,8 @@ def add(name: str, module: str, help: str, *options: Callable, group: click.Grou
     @all_of(*options)
     @click.pass_context
     def command(ctx: click.Context, **given: Any) -> None:
-        bench.exclude(ctx, "images")
+        if "images" in given:
+            bench.exclude(ctx, "images", beside="data")
         function = "asynchronous" if group is asynchronous else name.replace("-", "_")
         make = getattr(import_module(f"benchmarks.{module}"), function)
         if group is asynchronous:  # a round is an epoch of a seed
