@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.bench.strategy import DEFER, SHARING
 from iep.cli import bench
 from iep.cli.bench import SIZE, SIZES, TRIPLE, choices, measured, option, phases, run, seed, threads
@@ -155,12 +154,6 @@ def add_trained(name: str, help: str, size: int, samples: int, *options: Callabl
             type=CommaList(UpdateFrequency()),
             default="auto",
             help="Calls after which an op is updated; auto: those of the op in an instance, on average.",
-        ),
-        option(
-            "--backward-weights",
-            type=click.Choice(BACKWARD_WEIGHTS),
-            default="current",
-            help="Weights of a backward pass: the current ones, or those of its forward pass.",
         ),
         option("--instance-size", type=SIZE, default=size, help="Samples per instance."),
         option("--samples", type=SIZE, default=samples, help="Samples for training."),

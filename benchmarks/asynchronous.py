@@ -35,7 +35,7 @@ DriverOf = Callable[[AsynchronousTrainer], Driver]
 
 
 class Experiment(NamedTuple):
-    """Samples and a network, which has `ops`, `placement`, `plan`, `inputs`, `loss` and `score` as `MessageNetwork`."""
+    """Samples, and a network with the attribute and methods of `MessageNetwork`."""
 
     samples: Samples
     network: Callable[..., nn.Module]
@@ -80,7 +80,6 @@ class Settings:
     simulate: Sequence[int]
     max_active_keys: Sequence[int]
     min_update_frequency: Sequence[int]
-    backward_weights: str
     instance_size: int
     samples: int
     val_samples: int
@@ -99,9 +98,10 @@ class Training:
         self.experiment, self.given, self.network = experiment, given, network
         rng = np.random.default_rng(given.seeds[0])
         known = experiment.samples(given.samples, rng)
-        self.unseen = (experiment.unseen or experiment.samples)(given.val_samples, rng)
+        unseen = (experiment.unseen or experiment.samples)(given.val_samples, rng)
         self.minibatches = [known[n : n + given.instance_size] for n in range(0, len(known), given.instance_size)]
-        self.names = op_names(self.model(given.seeds[0]))
+        model = self.model(given.seeds[0])
+        self.names, self.unseen = op_names(model), model.planned(unseen)
 
     def model(self, seed: int) -> nn.Module:
         """Return a new network, which is always the same for a seed."""
@@ -138,7 +138,6 @@ class Training:
             way.keys,
             None if way.flush_every else frequency,
             way.flush_every,
-            self.given.backward_weights,
         )
 
     def rounds(self, way: Way, instances: Sequence[Instance], driver_of: DriverOf, curves: list) -> Iterator[dict]:
@@ -153,7 +152,7 @@ class Training:
                 start = time.perf_counter()
                 run = trainer.run(order, driver)
                 seconds = time.perf_counter() - start if driver is run_threads else run.seconds
-                curves[-1].append(Epoch(seconds, model.score(self.unseen), run))
+                curves[-1].append(Epoch(seconds, model.score(*self.unseen), run))
                 yield {"computation": seconds / len(instances)}
 
     def facts(self, curves: list[list[Epoch]]) -> dict[str, Fact]:
@@ -217,7 +216,7 @@ class Training:
                     before, versions[op] = versions[op], trainer.ops[op].version
                     if not task.is_backward:
                         used[call] = versions[op]
-                    elif used.pop(call) < before and trainer.backward_weights == "current":
+                    elif used.pop(call) < before:
                         seconds += of_tasks[op, False]
                     seconds += of_updates[op] * (versions[op] - before)
                 return seconds

@@ -33,7 +33,7 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "settings",
-    [("max_active_keys=3", "backward_weights=forward", "sharing=false", "workers=1"), ()],
+    [("max_active_keys=3", "sharing=false", "workers=1"), ()],
     ids=["settings", "defaults"],
 )
 def test_several_instances_in_flight_learn_the_training_questions(data: Path, tmp_path: Path, settings: tuple):

@@ -2,14 +2,9 @@
 
 Every op has an optimiser of its own. Its worker adds up the gradients of its calls, and updates the weights by itself
 once it has those of `min_update_frequency` calls. Between the forward and the backward pass of a call, the weights may
-therefore change, and it is explicit which ones the backward pass uses:
-
-* `current`, as in the paper: the weights at the time of the backward pass. If they have changed, the module runs again
-  on the stored arguments, so that a module with dropout draws another mask, and one with batch normalisation counts
-  the call's statistics twice.
-* `forward`, as PipeDream stashes them: those of the forward pass, which runs on a copy of the weights. All calls
-  between two updates share a copy. The gradients are those of the loss at the weights that computed it, but they are
-  still applied to newer weights.
+therefore change. As in the paper, the backward pass uses those of its own time: if they have changed, the module runs
+again on the stored arguments, so that a module with dropout draws another mask, and one with batch normalisation counts
+the call's statistics twice.
 
 Values lie in the instance's `Buffers`, as in `execute`, whose gradients this equals if one instance is in flight at a
 time. Not covered: calls of op groups, weights that two ops share, and replicas of an op on several workers (AMPNet,
@@ -27,9 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from iep.asynchronous.conductor import BACKWARD_WEIGHTS, COPY, LOSS, Conductor, PlanStep, WorkerTask
+from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask
 from iep.asynchronous.drivers import Begin, Note, Record, run_threads
 from iep.asynchronous.processes import Peers
 from iep.batching.execute import Buffers, run_call
@@ -128,25 +122,18 @@ class TrainedOp:
 
     def __init__(self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
         self.module = module
-        self.weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        self.optimizer = make_optimizer([*self.weights.values()]) if self.weights else None
+        self.weights = [each for each in module.parameters() if each.requires_grad]
+        self.optimizer = make_optimizer(self.weights) if self.weights else None
         self.worker: int | None = None
         """The worker of its calls; None until the first instance with one."""
         self.version = self.pending = 0
         """The number of updates, and the number of calls whose gradients have been added up since the last one."""
         self.staleness = Counter[int]()
         """The number of backward passes in a run with weights that are so many updates newer."""
-        self._copy: dict[str, Tensor] | None = None
-
-    def copy(self) -> dict[str, Tensor]:
-        """Return a copy of the current weights by name, which all calls before the next update share."""
-        if self._copy is None:
-            self._copy = {name: each.detach().clone().requires_grad_() for name, each in self.weights.items()}
-        return self._copy
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one call to the weights' gradients."""
-        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+        for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
                 weight.grad = gradient.clone() if weight.grad is None else weight.grad.add_(gradient)
         self.pending += 1
@@ -156,21 +143,20 @@ class TrainedOp:
         assert self.optimizer is not None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.version, self.pending, self._copy = self.version + 1, 0, None
+        self.version, self.pending = self.version + 1, 0
 
     def state(self) -> dict[str, Any]:
         """Return all that changes in training, for other processes."""
         optimizer = self.optimizer.state_dict() if self.optimizer else None
-        gradients = [weight.grad for weight in self.weights.values()]
+        gradients = [weight.grad for weight in self.weights]
         counts = {"version": self.version, "pending": self.pending, "staleness": self.staleness}
         return counts | {"module": self.module.state_dict(), "optimizer": optimizer, "gradients": gradients}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the `state` of another process."""
         self.version, self.pending, self.staleness = state["version"], state["pending"], state["staleness"]
-        self._copy = None
         self.module.load_state_dict(state["module"])
-        for weight, gradient in zip(self.weights.values(), state["gradients"], strict=True):
+        for weight, gradient in zip(self.weights, state["gradients"], strict=True):
             weight.grad = gradient
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -182,8 +168,6 @@ class _Kept(NamedTuple):
     arguments: list[Tensor]
     results: tuple[Tensor, ...]
     version: int
-    weights: list[Tensor]
-    """The tensors that the forward pass used as the weights of the op."""
 
 
 @dataclass(eq=False)
@@ -214,12 +198,11 @@ class AsynchronousTrainer:
             updates to `flush_every` and `update`.
         flush_every: the number of instances after which no new one is admitted until nothing is in flight and every op
             is updated. One is synchronous training on the workers. None never to wait.
-        backward_weights: the weights that a backward pass uses, see above.
         peers: the processes that are the other workers; None if all workers are in this process.
         context: returns a context in which modules and losses run, on whatever thread, such as that of autocast.
 
     Raises:
-        ValueError: ops share a parameter, or `backward_weights` is unknown.
+        ValueError: ops share a parameter.
     """
 
     def __init__(
@@ -230,12 +213,9 @@ class AsynchronousTrainer:
         max_active_keys: int = 1,
         min_update_frequency: Mapping[int, int] | int | None = None,
         flush_every: int | None = None,
-        backward_weights: str = "current",
         peers: Peers | None = None,
         context: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        if backward_weights not in BACKWARD_WEIGHTS:
-            raise ValueError(f"backward_weights is {backward_weights!r}, expected 'current' or 'forward'")
         owner: dict[nn.Parameter, int] = {}
         for op, module in modules.items():
             for parameter in module.parameters():
@@ -245,7 +225,7 @@ class AsynchronousTrainer:
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
         self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
-        self.backward_weights, self.peers, self.context = backward_weights, peers, context
+        self.peers, self.context = peers, context
         self.in_flight: dict[int, _Active] = {}
         """The values and gradients of every instance in flight."""
         self._losses: dict[int, float] = {}
@@ -274,7 +254,8 @@ class AsynchronousTrainer:
                 an op on another worker than before; or a loss has several elements.
         """
         self._losses, clock = {}, _Clock(self.num_workers, note)
-        conductor = Conductor(self.max_active_keys, self.flush_every)
+        where = () if self.peers is None else (self.peers.rank, self.peers.size)
+        conductor = Conductor(self.max_active_keys, self.flush_every, *where)
         before = {op: state.version for op, state in self.ops.items() if state.weights}
         for state in self.ops.values():
             state.staleness.clear()
@@ -359,17 +340,10 @@ class AsynchronousTrainer:
             argument.requires_grad_(argument.is_floating_point() and any(active.learns[each] for each in sources))
         return arguments
 
-    def _compute(
-        self, active: _Active, call: Call, state: TrainedOp, arguments: Sequence[Tensor], weights: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
-        """Run the module of a call, on its own weights or on copies of them."""
-
-        def on_copies(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
-            return functional_call(state.module, weights, given)
-
-        module = on_copies if self.backward_weights == "forward" and weights else state.module
+    def _compute(self, active: _Active, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the module of a call on leaves, with its current weights."""
         with torch.enable_grad(), self.context():
-            return run_call(active.instance.plan, {call.op: module}, call, arguments)
+            return run_call(active.instance.plan, {call.op: self.ops[call.op].module}, call, arguments)
 
     def _forward(self, active: _Active, number: int) -> None:
         call = active.instance.plan.calls[number]
@@ -377,11 +351,10 @@ class AsynchronousTrainer:
             arguments = active.arrived.get(number) or [active.buffers.read(each) for each in call.arguments]
             active.buffers.write(call.results, run_call(active.instance.plan, {}, call, arguments))
             return
-        arguments, state = self._arguments(active, call.arguments, number), self.ops[call.op]
-        weights = state.copy() if self.backward_weights == "forward" else state.weights
-        results = self._compute(active, call, state, arguments, weights)
+        arguments = self._arguments(active, call.arguments, number)
+        results = self._compute(active, call, arguments)
         if active.learns[number]:
-            active.kept[number] = _Kept(arguments, results, state.version, [*weights.values()])
+            active.kept[number] = _Kept(arguments, results, self.ops[call.op].version)
         active.buffers.write(call.results, [each.detach() for each in results])
 
     def _loss(self, number: int, active: _Active) -> None:
@@ -420,16 +393,16 @@ class AsynchronousTrainer:
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
         call, kept = active.instance.plan.calls[number], active.kept.pop(number)
-        state, results, weights = self.ops[call.op], kept.results, kept.weights
-        if self.backward_weights == "current" and state.weights and kept.version != state.version:
-            results = self._compute(active, call, state, kept.arguments, state.weights)
+        state, results = self.ops[call.op], kept.results
+        if kept.version != state.version:
+            results = self._compute(active, call, kept.arguments)
         pairs = zip(results, gradients, strict=True)
         known = [(result, grad.to(result.dtype)) for result, grad in pairs if grad is not None and result.requires_grad]
         wanted = [each for each in kept.arguments if each.requires_grad]
-        found: Sequence[Tensor | None] = [None] * (len(wanted) + len(weights))
+        found: Sequence[Tensor | None] = [None] * (len(wanted) + len(state.weights))
         if known:
             outputs, grads = zip(*known, strict=True)
-            found = torch.autograd.grad(outputs, [*wanted, *weights], grads, allow_unused=True)
+            found = torch.autograd.grad(outputs, [*wanted, *state.weights], grads, allow_unused=True)
         if state.weights:
             state.staleness[state.version - kept.version] += 1
             state.add(found[len(wanted) :])
