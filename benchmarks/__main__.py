@@ -126,7 +126,7 @@ add(
 add(
     "moe",
     "experts",
-    "Measure a layer of experts token by token, batched and by hand.",
+    "Measure a layer of experts token by token and batched.",
     option("--experts", type=SIZES, default="1,10,100,1000", help="Comma-separated list of numbers of experts."),
     option("--tokens", type=SIZES, default="1,10,100,1000,10000", help="Tokens per minibatch."),
     option("--k", type=SIZE, default=1, help="Experts per token."),
@@ -159,8 +159,6 @@ def add_trained(name: str, help: str, size: int, samples: int, *options: Callabl
         option("--samples", type=SIZE, default=samples, help="Samples for training."),
         option("--val-samples", type=SIZE, default=1_000, help="Unseen samples for the score."),
         option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, help="Learning rate of Adam."),
-        option("--latency", type=click.FloatRange(min=0), default=10.0, help="Simulated microseconds of a message."),
-        option("--bandwidth", type=click.FloatRange(0, min_open=True), default=10.0, help="Simulated GB/s of a link."),
         option("--epochs", type=click.IntRange(min=1), default=5, help="Number of epochs of each row and seed."),
         option("--target", type=click.FloatRange(0, most), help="Score to count epochs and seconds to."),
         option("--seeds", type=CommaList(click.IntRange(0, 2**32 - 1)), default="0", help="Seeds; the first for data."),

@@ -9,10 +9,10 @@ Simulated workers have the costs that were measured in one thread, and compute r
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ from iep.bench.compare import Benchmark, Case, Competitor, Fact
 
 CALIBRATION = 100
 """The number of instances whose tasks give the costs of simulated workers."""
+LATENCY, BANDWIDTH = 1e-5, 1e10
+"""The seconds of a simulated message, and the bytes per second of a simulated link."""
 Samples = Callable[[int, np.random.Generator], list]
 """A number and a generator of random numbers -> that many samples."""
 DriverOf = Callable[[AsynchronousTrainer], Driver]
@@ -72,29 +74,14 @@ class Epoch(NamedTuple):
     run: Run
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of `python -m benchmarks async`, which its --help explains."""
-
-    workers: int
-    simulate: Sequence[int]
-    max_active_keys: Sequence[int]
-    min_update_frequency: Sequence[int]
-    instance_size: int
-    samples: int
-    val_samples: int
-    learning_rate: float
-    latency: float
-    bandwidth: float
-    epochs: int
-    seeds: Sequence[int]
-    target: float | None
+NETWORK = ("layers", "width", "steps", "data", "config", "settings")
+"""The options that determine the network, or are the arguments of `engine_experiment`."""
 
 
 class Training:
     """The parts that all ways to train share: the network, its instances, and the rule of its updates."""
 
-    def __init__(self, experiment: Experiment, given: Settings, network: dict[str, int]):
+    def __init__(self, experiment: Experiment, given: SimpleNamespace, network: dict[str, int]):
         self.experiment, self.given, self.network = experiment, given, network
         rng = np.random.default_rng(given.seeds[0])
         known = experiment.samples(given.samples, rng)
@@ -222,7 +209,7 @@ class Training:
                 return seconds
 
             def delay(task: WorkerTask) -> float:
-                return 1e-6 * self.given.latency + 1e-9 / self.given.bandwidth * message_bytes(trainer, task)
+                return LATENCY + message_bytes(trainer, task) / BANDWIDTH
 
             return partial(run_virtual, cost=cost, delay=delay)
 
@@ -234,21 +221,21 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
 
     Args:
         name: one of `EXPERIMENTS`, or `engine`.
-        options: the fields of `Settings`; the settings of the network, such as its width, or the arguments of
-            `engine_experiment`.
+        options: the options of the command, which its --help explains.
 
     Raises:
         InputError: the data of an engine are missing or damaged.
     """
-    given = Settings(**{field: options.pop(field) for field in Settings.__annotations__})
-    shown = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in {**options, **vars(given)}.items() if value)
+    shown = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in options.items() if value)
+    network = {option: options.pop(option) for option in NETWORK if option in options}
+    given = SimpleNamespace(**options)
     if name == "engine":
         from benchmarks.async_engine import engine_experiment
 
-        experiment, options = engine_experiment(**options), {}
+        experiment, network = engine_experiment(**network), {}
     else:
         experiment = EXPERIMENTS[name]
-    training = Training(experiment, given, options)
+    training = Training(experiment, given, network)
     ways = training.ways()
 
     def cases() -> Iterator[Case]:

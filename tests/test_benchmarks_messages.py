@@ -23,6 +23,7 @@ from benchmarks.graphs import (
 )
 from benchmarks.message_networks import (
     ListReducer,
+    Reduction,
     SentimentTreeLSTM,
     list_reductions,
     sentiment_trees,
@@ -37,12 +38,12 @@ from benchmarks.messages import (
     Isu,
     MessageGraph,
     Node,
-    Phi,
     Reduce,
     Result,
     Split,
     Ungroup,
 )
+from benchmarks.trees import Tree
 from iep.batching.execute import execute
 from iep.batching.plan import Read
 
@@ -70,13 +71,12 @@ def run(network: MessageGraph, instances: list, values: list[float]) -> list[flo
 
 def test_a_loop_runs_as_often_as_each_state_says():
     network = MessageGraph(
-        start=Phi("more"),
         more=Cond(lambda at: at.number < at.total, {True: "double", False: "end"}),
         double=Apply("next", DOUBLE),
-        next=Isu("start", lambda at: at._replace(number=at.number + 1)),
+        next=Isu("more", lambda at: at._replace(number=at.number + 1)),
         end=Result(),
     )
-    instances = [[("start", [n], At(0, n))] for n in range(5)]
+    instances = [[("more", [n], At(0, n))] for n in range(5)]
     assert run(network, instances, [1, 3, 5, 7, 9]) == [1, 6, 20, 56, 144]
 
 
@@ -136,7 +136,7 @@ def test_instances_of_equal_states_do_not_exchange_messages():
         (JOIN, [("join.1", [0], "a")], "node 'join', state 'a': only 1 messages have arrived"),
         (JOIN, 2 * [("join.1", [0], "a")], "node 'join', state 'a': several messages for one position"),
         ({}, [("double", [0, 0], "a")], "node 'double', state 'a': 2 tensors, but op 0 reads 1"),
-        ({"start": Phi("emd")}, [], "node 'start' sends to 'emd', expected one of start, double, end"),
+        ({"start": Split(("emd",))}, [], "node 'start' sends to 'emd', expected one of start, double, end"),
     ],
 )
 def test_what_cannot_be_routed_is_an_error_that_names_the_node_and_the_state(nodes, instance: list, message: str):
@@ -159,6 +159,41 @@ def random_graphs(number: int, rng: np.random.Generator) -> list[TypedGraph]:
     return [one() for _ in range(number)]
 
 
+def tokens_one_by_one(model: ListReducer, sample: Reduction) -> torch.Tensor:
+    embedding, head, *cells = model.ops
+    h = [head.weight.new_zeros(1, head.in_features)] * model.layers
+    for token in torch.from_numpy(sample.tokens):
+        x = embedding(token[None])
+        for layer, cell in enumerate(cells):
+            x = h[layer] = cell(x, h[layer])
+    return head(h[-1])
+
+
+def vertices_one_by_one(model: SentimentTreeLSTM, tree: Tree) -> torch.Tensor:
+    embedding, leaf, inner, head = model.ops
+    h, c = [], []
+    for word, children in zip(tree.words.tolist(), tree.children.tolist(), strict=True):
+        if word >= 0:
+            state = leaf(embedding(torch.tensor([word])))
+        else:
+            state = inner(*(torch.stack([each[child] for child in children], dim=1) for each in (h, c)))
+        for states, each in zip((h, c), state, strict=True):
+            states.append(each)
+    return head(torch.cat(h))
+
+
+def edges_one_by_one(model: Deducer | PolarityRegressor, graph: TypedGraph) -> torch.Tensor:
+    embedding, cell, _, *layers = model.ops
+    h_VH = embedding(torch.from_numpy(graph.kinds))
+    for _ in range(model.steps):
+        received = [torch.zeros_like(h_VH[0]) for _ in graph.kinds]
+        for source, kind, target in graph.edges.tolist():
+            received[target] = received[target] + layers[kind](h_VH[source])
+        h_VH = cell(torch.stack(received), h_VH)
+    return layers[4](h_VH) if isinstance(model, Deducer) else layers[5](layers[4](h_VH).sum(0))
+
+
+ONE_BY_ONE = {ListReducer: tokens_one_by_one, SentimentTreeLSTM: vertices_one_by_one}
 CASES = {
     "list reduction": (lambda: ListReducer(5, layers=1), list_reductions),
     "list reduction in layers": (lambda: ListReducer(5, layers=3), list_reductions),
@@ -182,8 +217,9 @@ def case_of(name: str, number: int, seed: int = 0) -> tuple[nn.Module, list]:
 @settings(quick, max_examples=8)
 def test_batched_and_placed_networks_equal_one_sample_at_a_time(case: str, number: int, seed: int, workers: int):
     model, samples = case_of(case, number, seed)
+    one = ONE_BY_ONE.get(type(model), edges_one_by_one)
     leaves = dict(model.named_parameters())
-    one_by_one = torch.cat([model.one(each).reshape(-1) for each in samples])
+    one_by_one = torch.cat([one(model, each).flatten() for each in samples])
     expected = with_gradients({"output": one_by_one}, leaves)
     assert_same(with_gradients({"output": model(samples).flatten()}, leaves), expected, 1e-9, none_is_zero=True)
     plan = model.plan(samples, model.placement(workers))
