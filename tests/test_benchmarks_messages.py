@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks import graphs as chemistry
 from benchmarks.graphs import (
     Deducer,
     PolarityRegressor,
     TypedGraph,
     deductions,
     molecules,
-    polarity,
 )
 from benchmarks.message_networks import (
     ListReducer,
@@ -225,12 +223,3 @@ def test_batched_and_placed_networks_equal_one_sample_at_a_time(case: str, numbe
     plan = model.plan(samples, model.placement(workers))
     (placed,) = execute(plan, dict(enumerate(model.ops)), model.inputs(samples))
     assert_same(with_gradients({"output": placed.flatten()}, leaves), expected, 1e-9, none_is_zero=True)
-
-
-def test_the_polarity_of_a_bond_is_that_of_charges_that_flow_in_rounds():
-    first, second = chemistry.ELECTRONEGATIVITIES[[chemistry.H, chemistry.F]]
-    charge = 0.0  # of hydrogen; fluorine has the negative charge
-    for share in (0.5, 0.25, 0.125, 0.0625):
-        charge += 0.1 * share * ((second - charge) - (first + charge))
-    bond = np.array([[0, 1, chemistry.SINGLE]])
-    assert polarity(np.array([chemistry.H, chemistry.F]), bond) == pytest.approx(1.5 * 2 * charge)

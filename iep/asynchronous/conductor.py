@@ -151,8 +151,8 @@ class Conductor:
                 found.setdefault(instance.steps[call].worker, call if call < last else None)
         yield from ((worker, copy) for worker, copy in found.items() if worker != step.worker)
 
-    def _here(self, tasks: Sequence[WorkerTask]) -> list[WorkerTask]:
-        return [task for task in tasks if self.worker in (None, self.step(task).worker)]
+    def _here(self, tasks: list[WorkerTask]) -> list[WorkerTask]:
+        return tasks if self.worker is None else [task for task in tasks if self.step(task).worker == self.worker]
 
     def step(self, task: WorkerTask) -> PlanStep:
         """Return the step of a task of an instance in flight."""
