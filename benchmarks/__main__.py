@@ -39,8 +39,6 @@ def add(name: str, module: str, help: str, *options: Callable, group: click.Grou
     @all_of(*options)
     @click.pass_context
     def command(ctx: click.Context, **given: Any) -> None:
-        if "images" in given:
-            bench.exclude(ctx, "images", beside="data")
         function = "asynchronous" if group is asynchronous else name.replace("-", "_")
         make = getattr(import_module(f"benchmarks.{module}"), function)
         if group is asynchronous:  # a round is an epoch of a seed
@@ -69,7 +67,7 @@ add(
     "loader",
     "Measure the data loader alone, in questions and bytes per second; a round is a pass.",
     bench.data,
-    option("--images", type=SIZE, default=10_000, help="Made-up images, 0.4 GB per thousand in TMPDIR, then removed."),
+    option("--images", type=SIZE, default=10_000, help="Images to make up without --data, 0.4 GB per thousand."),
     choices("--features", "sources", ("cold", "warm"), "Features from disk (cold) or cache (warm)."),
     choices("--order", "orders", ("image", "random"), "image: all questions by image; random: one per image."),
     option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Numbers of worker processes."),

@@ -2,16 +2,15 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, quick, with_gradients
+from batching_cases import assert_same, with_gradients
 from bench_cases import laboratory, report_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_data import assert_one_error, tiny
 
 from benchmarks import dynet, experts
@@ -26,10 +25,8 @@ from benchmarks.networks import (
     tagger_network,
     tree_fc_network,
 )
-from benchmarks.tagger import UNKNOWN_WORD, Tagger, wikiner_like
-from benchmarks.tree_networks import BinaryTreeLSTM, TreeFC
+from benchmarks.tagger import UNKNOWN_WORD, wikiner_like
 from benchmarks.trees import Tree, complete_trees, sick_like, sst_like, tree_from_parents
-from iep.batching.schedulers import SCHEDULERS
 from iep.bench.strategy import parse_strategies
 
 WORDS, TAGS, LETTERS = 20, 9, 5
@@ -40,15 +37,15 @@ QUICK = ("--repeat", 1, "--threads", 1, "--width", 4, "--words", 30)
 # Networks
 
 
-def sentences(count: int, rng: np.random.Generator) -> list:
-    return wikiner_like(count, WORDS, TAGS, LETTERS, rng)
-
-
 SAMPLES: dict[str, tuple[Callable[..., Network], Callable[[np.random.Generator], list]]] = {
     "binary": (binary_network, lambda rng: [*sst_like(9, WORDS, rng), LONE]),
     "child-sum": (child_sum_network, lambda rng: sick_like(5, WORDS, rng)),
     "full of 7": (tree_fc_network, lambda rng: complete_trees(3, 7, WORDS, rng)),
-    "tagger": (tagger_network, lambda rng: sentences(7, rng)),
+    "tagger": (tagger_network, lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng)),
+    "tagger that spells": (
+        partial(tagger_network, letters=LETTERS),
+        lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng),
+    ),
 }
 
 
@@ -61,7 +58,7 @@ def test_every_way_computes_the_same_loss_and_gradients(name: str):
     for each, way in network.ways.items():
         way.compute(way.construct(samples), False)
         losses.append(float(way.compute(way.construct(samples), True)))
-        if each != PACKED and not (name == "tagger" and network.model.lstm.weight_ih_l0.grad is None):
+        if each != PACKED:
             gradients.append({name: weight.grad for name, weight in network.model.named_parameters()})
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
     for other in gradients[1:]:
@@ -69,28 +66,6 @@ def test_every_way_computes_the_same_loss_and_gradients(name: str):
             dense = [each.to_dense() for each in (other[weight], expected) if each is not None]
             assert len(dense) != 1
             torch.testing.assert_close(*(dense or (0, 0)), rtol=1e-3, atol=1e-5)
-
-
-MODELS = {
-    "binary Tree-LSTM": (lambda: BinaryTreeLSTM(WORDS, width=4), lambda n, rng: sst_like(n, WORDS, rng)),
-    "Tree-FC": (lambda: TreeFC(WORDS, width=4), lambda n, rng: sst_like(n, WORDS, rng)),
-    "tagger that spells": (lambda: Tagger(WORDS, TAGS, LETTERS, 4, 3, 2), sentences),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@given(number=st.integers(1, 5), seed=st.integers(0, 2**32 - 1), sharing=st.booleans(), defer=st.booleans())
-@settings(quick, max_examples=5)
-def test_every_scheduler_sharing_and_deferral_equals_one_sample_at_a_time(name, number, seed, sharing, defer):
-    torch.manual_seed(0)
-    construct, draw = MODELS[name]
-    model, samples = construct().double(), draw(number, np.random.default_rng(seed))
-    leaves = dict(model.named_parameters())
-    one_by_one = torch.cat([model.one(sample).flatten() for sample in samples])
-    expected = with_gradients({"output": one_by_one}, leaves)
-    for scheduler in SCHEDULERS:
-        found = model(model.plan(samples, scheduler, sharing), defer).flatten()
-        assert_same(with_gradients({"output": found}, leaves), expected, 1e-9, none_is_zero=True)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +188,6 @@ def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("loader", "--images", 3, "--data", "x"), "--images cannot go together with --data"),
         (("moe", "--experts", "3,2", "--k", 3), "--k is 3, expected at most 2"),
         (("tree-fc", "--batching", "lookahed"), "did you mean 'lookahead'"),
     ],

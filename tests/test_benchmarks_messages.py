@@ -22,9 +22,7 @@ from benchmarks.graphs import (
 from benchmarks.message_networks import (
     ListReducer,
     Reduction,
-    SentimentTreeLSTM,
     list_reductions,
-    sentiment_trees,
 )
 from benchmarks.messages import (
     Apply,
@@ -41,7 +39,6 @@ from benchmarks.messages import (
     Split,
     Ungroup,
 )
-from benchmarks.trees import Tree
 from iep.batching.execute import execute
 from iep.batching.plan import Read
 
@@ -167,19 +164,6 @@ def tokens_one_by_one(model: ListReducer, sample: Reduction) -> torch.Tensor:
     return head(h[-1])
 
 
-def vertices_one_by_one(model: SentimentTreeLSTM, tree: Tree) -> torch.Tensor:
-    embedding, leaf, inner, head = model.ops
-    h, c = [], []
-    for word, children in zip(tree.words.tolist(), tree.children.tolist(), strict=True):
-        if word >= 0:
-            state = leaf(embedding(torch.tensor([word])))
-        else:
-            state = inner(*(torch.stack([each[child] for child in children], dim=1) for each in (h, c)))
-        for states, each in zip((h, c), state, strict=True):
-            states.append(each)
-    return head(torch.cat(h))
-
-
 def edges_one_by_one(model: Deducer | PolarityRegressor, graph: TypedGraph) -> torch.Tensor:
     embedding, cell, _, *layers = model.ops
     h_VH = embedding(torch.from_numpy(graph.kinds))
@@ -191,11 +175,9 @@ def edges_one_by_one(model: Deducer | PolarityRegressor, graph: TypedGraph) -> t
     return layers[4](h_VH) if isinstance(model, Deducer) else layers[5](layers[4](h_VH).sum(0))
 
 
-ONE_BY_ONE = {ListReducer: tokens_one_by_one, SentimentTreeLSTM: vertices_one_by_one}
 CASES = {
     "list reduction": (lambda: ListReducer(5, layers=1), list_reductions),
     "list reduction in layers": (lambda: ListReducer(5, layers=3), list_reductions),
-    "sentiment": (lambda: SentimentTreeLSTM(5), sentiment_trees),
     "deduction": (lambda: Deducer(5), lambda number, rng: deductions(number, rng, 7)),
     "vertices of random graphs": (lambda: Deducer(5, steps=3), random_graphs),
     "molecules": (lambda: PolarityRegressor(6), molecules),
@@ -215,7 +197,7 @@ def case_of(name: str, number: int, seed: int = 0) -> tuple[nn.Module, list]:
 @settings(quick, max_examples=8)
 def test_batched_and_placed_networks_equal_one_sample_at_a_time(case: str, number: int, seed: int, workers: int):
     model, samples = case_of(case, number, seed)
-    one = ONE_BY_ONE.get(type(model), edges_one_by_one)
+    one = tokens_one_by_one if isinstance(model, ListReducer) else edges_one_by_one
     leaves = dict(model.named_parameters())
     one_by_one = torch.cat([one(model, each).flatten() for each in samples])
     expected = with_gradients({"output": one_by_one}, leaves)

@@ -24,8 +24,6 @@ class PlanStep(NamedTuple):
     worker: int
     reads: tuple[int, ...]
     """The positions of the earlier calls whose results it reads, each once."""
-    size: int = 1
-    """The number of rows that it computes."""
 
 
 class WorkerTask(NamedTuple):

@@ -13,7 +13,7 @@ section 5).
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -73,7 +73,7 @@ class Instance:
         for call, reads in zip(self.plan.calls, read_by[:-1], strict=True):
             if call.segments is not None:
                 raise ValueError(f"call of op group {call.op}: asynchronous training needs a call for each function")
-            steps.append(PlanStep(max(call.op, COPY), call.results[0].column % self.plan.num_devices, reads, call.size))
+            steps.append(PlanStep(max(call.op, COPY), call.results[0].column % self.plan.num_devices, reads))
         worker = self.plan.roots[0].column % self.plan.num_devices
         return [*steps, PlanStep(LOSS, worker, tuple(sorted(unread.union(read_by[-1]))))]
 
@@ -128,8 +128,6 @@ class TrainedOp:
         """The worker of its calls; None until the first instance with one."""
         self.version = self.pending = 0
         """The number of updates, and the number of calls whose gradients have been added up since the last one."""
-        self.staleness = Counter[int]()
-        """The number of backward passes in a run with weights that are so many updates newer."""
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one call to the weights' gradients."""
@@ -149,12 +147,12 @@ class TrainedOp:
         """Return all that changes in training, for other processes."""
         optimizer = self.optimizer.state_dict() if self.optimizer else None
         gradients = [weight.grad for weight in self.weights]
-        counts = {"version": self.version, "pending": self.pending, "staleness": self.staleness}
+        counts = {"version": self.version, "pending": self.pending}
         return counts | {"module": self.module.state_dict(), "optimizer": optimizer, "gradients": gradients}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the `state` of another process."""
-        self.version, self.pending, self.staleness = state["version"], state["pending"], state["staleness"]
+        self.version, self.pending = state["version"], state["pending"]
         self.module.load_state_dict(state["module"])
         for weight, gradient in zip(self.weights, state["gradients"], strict=True):
             weight.grad = gradient
@@ -184,6 +182,12 @@ class _Active:
     remaining: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while gradients are added, as a copy adds them to the buffers of another worker."""
+
+    def add_gradients(self, arguments: Sequence[Argument], gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of arguments to those of the values that they read."""
+        with self.lock:
+            for argument, gradient in zip(arguments, gradients, strict=True):
+                self.buffers.add_gradient(argument, gradient)
 
 
 class AsynchronousTrainer:
@@ -228,7 +232,7 @@ class AsynchronousTrainer:
         self.peers, self.context = peers, context
         self.in_flight: dict[int, _Active] = {}
         """The values and gradients of every instance in flight."""
-        self._losses: dict[int, float] = {}
+        self._losses, self._staleness = dict[int, float](), Counter[Staleness]()
 
     def run(
         self,
@@ -251,14 +255,12 @@ class AsynchronousTrainer:
         Raises:
             PeerError: another process has failed, has ended, or is silent; `peers` cannot be used any more.
             ValueError: a plan has no roots, op groups or another number of devices than there are workers, or places
-                an op on another worker than before; or a loss has several elements.
+                an op on another worker than before.
         """
-        self._losses, clock = {}, _Clock(self.num_workers, note)
+        self._losses, self._staleness, clock = {}, Counter(), _Clock(self.num_workers, note)
         where = () if self.peers is None else (self.peers.rank, self.peers.size)
         conductor = Conductor(self.max_active_keys, self.flush_every, *where)
         before = {op: state.version for op, state in self.ops.items() if state.weights}
-        for state in self.ops.values():
-            state.staleness.clear()
         try:
             if self.peers is None:
                 driver(conductor, self.num_workers, instances, self.begin, self.compute, clock.note)
@@ -271,11 +273,9 @@ class AsynchronousTrainer:
             self.update()
         losses = [self._losses[number] for number in sorted(self._losses)]
         updates = {op: self.ops[op].version - version for op, version in before.items()}
-        found = ((op, *found) for op, state in self.ops.items() for found in state.staleness.items())
-        staleness = Counter({Staleness(op, updates): number for op, updates, number in found})
         seconds = max(0.0, clock.last - clock.first)
         utilisation = [busy / seconds if seconds else 0.0 for busy in clock.busy]
-        return Run(losses, staleness, updates, seconds, utilisation)
+        return Run(losses, self._staleness, updates, seconds, utilisation)
 
     def update(self) -> None:
         """Update every op that has gradients. Nothing may be in flight."""
@@ -362,14 +362,8 @@ class AsynchronousTrainer:
         roots = self._arguments(active, plan.roots, len(plan.calls))
         with torch.enable_grad(), self.context():
             loss = active.instance.loss(*roots)
-        if loss.numel() != 1:
-            raise ValueError(f"the loss of instance {number} has shape {tuple(loss.shape)}, expected one element")
         self._losses[number] = loss.item()
-        wanted = [root for root in roots if root.requires_grad] if loss.requires_grad else []
-        gradients = iter(torch.autograd.grad(loss, wanted, allow_unused=True)) if wanted else iter(())
-        with active.lock:
-            for argument, root in zip(plan.roots, roots, strict=True):
-                active.buffers.add_gradient(argument, next(gradients, None) if root.requires_grad else None)
+        active.add_gradients(plan.roots, differentiate([loss], [torch.ones_like(loss)], roots))
 
     def _backward(self, active: _Active, number: int) -> list[Tensor | None]:
         plan = active.instance.plan
@@ -385,9 +379,7 @@ class AsynchronousTrainer:
                 return of_arguments
         else:
             of_arguments = self._differentiate(active, number, gradients)
-        with active.lock:
-            for argument, gradient in zip(call.arguments, of_arguments, strict=True):
-                active.buffers.add_gradient(argument, gradient)
+        active.add_gradients(call.arguments, of_arguments)
         return []
 
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -396,21 +388,14 @@ class AsynchronousTrainer:
         state, results = self.ops[call.op], kept.results
         if kept.version != state.version:
             results = self._compute(active, call, kept.arguments)
-        pairs = zip(results, gradients, strict=True)
-        known = [(result, grad.to(result.dtype)) for result, grad in pairs if grad is not None and result.requires_grad]
-        wanted = [each for each in kept.arguments if each.requires_grad]
-        found: Sequence[Tensor | None] = [None] * (len(wanted) + len(state.weights))
-        if known:
-            outputs, grads = zip(*known, strict=True)
-            found = torch.autograd.grad(outputs, [*wanted, *state.weights], grads, allow_unused=True)
+        found = differentiate(results, gradients, [*kept.arguments, *state.weights])
         if state.weights:
-            state.staleness[state.version - kept.version] += 1
-            state.add(found[len(wanted) :])
+            self._staleness[Staleness(call.op, state.version - kept.version)] += 1
+            state.add(found[len(kept.arguments) :])
             frequency = self.min_update_frequency[call.op]
             if frequency is not None and state.pending >= frequency:
                 state.update()
-        of_arguments = iter(found)
-        return [next(of_arguments) if each.requires_grad else None for each in kept.arguments]
+        return found[: len(kept.arguments)]
 
     def outgoing(self, number: int, copy: int) -> list[Tensor]:
         """Return the values that a copy in another process reads."""
@@ -423,23 +408,36 @@ class AsynchronousTrainer:
         if not is_backward:
             active.arrived[copy] = tensors
             return
-        with active.lock:
-            for argument, gradient in zip(active.instance.plan.calls[copy].arguments, tensors, strict=True):
-                active.buffers.add_gradient(argument, gradient)
+        active.add_gradients(active.instance.plan.calls[copy].arguments, tensors)
 
     def _own(self, rank: int, clock: _Clock, update: bool) -> tuple[Any, ...]:
         """Return what only this process knows at the end of a run: the state of its ops, and results."""
         if self.flush_every or update:
             self.update()
         states = {op: each.state() for op, each in self.ops.items() if each.worker == rank}
-        return states, self._losses, clock.busy[rank], clock.first, clock.last
+        return states, self._losses, self._staleness, clock.busy[rank], clock.first, clock.last
 
     def _merge(self, rank: int, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
         """Take what the other processes have returned from `_own`, by rank."""
-        for worker, (states, losses, busy, first, last) in enumerate(found):
+        for worker, (states, losses, staleness, busy, first, last) in enumerate(found):
             if worker != rank:
                 self._losses |= losses
+                self._staleness += staleness
                 clock.busy[worker], clock.first = busy, min(clock.first, first)
                 clock.last = max(clock.last, last)
                 for op, state in states.items():
                     self.ops[op].restore(state)
+
+
+def differentiate(
+    results: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of leaves, given those of the results; None where a leaf needs none or has none."""
+    pairs = zip(results, gradients, strict=True)
+    known = [(result, grad.to(result.dtype)) for result, grad in pairs if grad is not None and result.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found: Iterator[Tensor | None] = iter(())
+    if known and wanted:
+        outputs, grads = zip(*known, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+    return [next(found, None) if leaf.requires_grad else None for leaf in leaves]

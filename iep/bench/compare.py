@@ -19,7 +19,6 @@ import torch
 
 import iep
 from iep.evaluation.json_report import align_rows
-from iep.runtime.devices import is_out_of_memory
 from iep.runtime.files import check_writable, write_bytes, write_json
 
 TOTAL = "total"
@@ -96,39 +95,31 @@ def seconds(run: Callable[[], object], *devices: torch.device) -> float:
 def compare(case: Case, repeat: int, max_seconds: float) -> list[Row]:
     """Measure the competitors of a case in turns, and return a row for each.
 
-    A competitor that runs out of memory in its first round is left out. One that has been measured for `max_seconds`
-    ends after `MIN_REPEATS` rounds in place of `repeat`.
+    A competitor that has been measured for `max_seconds` ends after `MIN_REPEATS` rounds in place of `repeat`.
     """
     rounds: dict[str, list[Mapping[str, float]]] = {each.name: [] for each in case.competitors}
-    spent, left_out = dict.fromkeys(rounds, 0.0), dict[str, str]()
+    spent = dict.fromkeys(rounds, 0.0)
     gc.collect()
     gc.freeze()  # a collection in timed code would otherwise visit all objects of the imported libraries
     for number in range(0 if case.warm_up else 1, repeat + 1):
         for name, measure in [(each.name, each.measure) for each in case.competitors]:
-            if name in left_out or (len(rounds[name]) >= MIN_REPEATS and spent[name] >= max_seconds):
+            if len(rounds[name]) >= MIN_REPEATS and spent[name] >= max_seconds:
                 continue
             start = time.perf_counter()
-            try:
-                times = measure()
-            except (RuntimeError, MemoryError) as error:
-                if rounds[name] or not is_out_of_memory(error):
-                    raise
-                left_out[name] = f"not enough memory: {(str(error).splitlines() or [''])[0]}"
-                continue
+            times = measure()
             if number:
                 rounds[name].append(times)
                 spent[name] += time.perf_counter() - start
     gc.unfreeze()
     rows = []
     for each in case.competitors:
-        row: Row = {"name": each.name, "facts": {}, "left_out": left_out.get(each.name), "seconds": {}, "speedup": None}
-        if found := rounds[each.name]:
-            parts = {part: spread([times[part] for times in found]) for part in found[0]}
-            row |= {"facts": each.facts(), "seconds": {**parts, TOTAL: spread([sum(each.values()) for each in found])}}
-        rows.append(row)
-    medians = {row["name"]: row["seconds"][TOTAL]["median"] for row in rows if row["seconds"]}
-    for row in rows:
-        if {case.baseline, row["name"]} <= medians.keys():
+        found = rounds[each.name]
+        parts = {part: spread([times[part] for times in found]) for part in found[0]}
+        total = spread([sum(times.values()) for times in found])
+        rows.append({"name": each.name, "facts": each.facts(), "seconds": {**parts, TOTAL: total}, "speedup": None})
+    medians = {row["name"]: row["seconds"][TOTAL]["median"] for row in rows}
+    if case.baseline in medians:
+        for row in rows:
             row["speedup"] = medians[case.baseline] / medians[row["name"]]
     return rows
 
@@ -182,27 +173,25 @@ def machine_line(device: torch.device) -> str:
 
 
 def table(case: Case, rows: Sequence[Row], unit: str) -> str:
-    """Return a title, a table with a line for each row, and a line for each competitor that was left out."""
+    """Return a title and a table with a line for each row."""
     setting = {**case.setting, **case.facts}.items()
     shown = ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in setting)
-    rounds = max((row["seconds"][TOTAL]["repeats"] for row in rows if row["seconds"]), default=0)
+    rounds = max(row["seconds"][TOTAL]["repeats"] for row in rows)
     title = f"{shown}; milliseconds for {case.size} {unit}{'s' * (case.size > 1)}, median of up to {rounds} rounds"
     lines = []
     for row in rows:
         facts = {name: short(fact) for name, fact in row["facts"].items() if not isinstance(fact, dict | list)}
         parts = {part: short(1000 * taken["median"]) for part, taken in row["seconds"].items() if part != TOTAL}
-        lines.append({"strategy": row["name"], **facts, **parts})
-        if total := row["seconds"].get(TOTAL):
-            lines[-1] |= {
-                f"{unit}s/s": short(case.size / total["median"]),
-                "quartiles": f"{short(case.size / total['upper'])}-{short(case.size / total['lower'])}",
-                "speed-up": short(row["speedup"] and f"{row['speedup']:.2f}x"),
-            }
+        total = row["seconds"][TOTAL]
+        of_total = {
+            f"{unit}s/s": short(case.size / total["median"]),
+            "quartiles": f"{short(case.size / total['upper'])}-{short(case.size / total['lower'])}",
+            "speed-up": short(row["speedup"] and f"{row['speedup']:.2f}x"),
+        }
+        lines.append({"strategy": row["name"], **facts, **parts, **of_total})
     headings = dict.fromkeys(heading for line in lines for heading in line)
     columns = ([heading, *(line.get(heading, "-") for line in lines)] for heading in headings)
-    aligned = align_rows([*zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)])
-    notes = [f"{row['name']} left out: {row['left_out']}" for row in rows if row["left_out"]]
-    return "\n".join([title, aligned, *notes])
+    return f"{title}\n" + align_rows([*zip(*(each for each in columns if set(each[1:]) != {"-"}), strict=True)])
 
 
 def short(value: float | str | None) -> str:

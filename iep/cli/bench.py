@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from iep.bench.strategy import ALL, BEST, GROUPED, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
 from iep.cli.command import Command, CommandGroup
@@ -90,18 +89,6 @@ def run(ctx: click.Context, make: Callable, **given: Any) -> None:
     run_benchmark(make(**given), repeat, max_seconds, ctx.meta["command"], ctx.info_name, directory)
 
 
-def exclude(ctx: click.Context, *names: str, beside: str) -> None:
-    """Check that no option of `names` is given together with `beside`.
-
-    Raises:
-        click.UsageError: names the first such option.
-    """
-    flags = {each.name: each.opts[0] for each in ctx.command.params}
-    for name in names:
-        if ctx.get_parameter_source(name) != ParameterSource.DEFAULT and ctx.params[beside]:
-            raise click.UsageError(f"{flags[name]} cannot go together with {flags[beside]}")
-
-
 @click.group("iep-bench", cls=CommandGroup)
 def main() -> None:
     """Measure the execution engine, and show schedules.
@@ -151,8 +138,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 @option("--scene", type=click.Choice(SCENES), default=EngineConfig.scene, help="What computes the scene.")
 @placement_options
 @out
-@click.pass_context
-def plan(ctx: click.Context, **given: Any) -> None:
+def plan(**given: Any) -> None:
     """Show which nodes of which programs run in which module call.
 
     For example: iep-bench plan --program "count filter_color[red] scene". A node is named
@@ -161,8 +147,6 @@ def plan(ctx: click.Context, **given: Any) -> None:
     """
     if bool(given["programs"]) == (given["data"] is not None):
         raise click.UsageError("expected either --program or --data")
-    exclude(ctx, "questions_per_image", beside="data")
-    exclude(ctx, "num_samples", "split", beside="programs")
     from iep.bench.show_plans import show_plans
 
     given |= {name: getattr(Config, name) for name in ("placement", "devices") if given[name] is None}
