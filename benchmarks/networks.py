@@ -231,7 +231,10 @@ def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Ne
 
 def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
     """Return Tree-FC: relu(W [left; right] + b) at every inner vertex (Looks et al. 2017); leaves have no cell."""
-    cells = lambda tree: tree.num_leaves - 1  # noqa: E731
+
+    def cells(tree: Tree) -> int:
+        return tree.num_leaves - 1
+
     return tree_network(TreeFC(words, width), lambda _, roots: roots.sum(), cells, strategies)
 
 
