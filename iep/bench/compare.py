@@ -111,7 +111,7 @@ def compare(case: Case, repeat: int, max_seconds: float) -> list[Row]:
                 rounds[name].append(times)
                 spent[name] += time.perf_counter() - start
     gc.unfreeze()
-    rows = []
+    rows: list[Row] = []
     for each in case.competitors:
         found = rounds[each.name]
         parts = {part: spread([times[part] for times in found]) for part in found[0]}
