@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.batching.schedulers import SCHEDULERS
 from iep.errors import InputError, nearest
 from iep.execution_engine import choices
@@ -46,10 +45,14 @@ CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
-ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "backward_weights")
+ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency")
 """The settings that only asynchronous training uses."""
-DROPPED: Mapping[str, Any] = {"replicas": [], "engine.stem_pixels": 1}
-"""Settings of earlier versions, which saved settings may still have with these values."""
+DROPPED: Mapping[str, list[Any]] = {
+    "replicas": [[]],
+    "engine.stem_pixels": [1],
+    "backward_weights": ["current", "forward"],
+}
+"""Settings of earlier versions, which saved settings may still have with one of these values."""
 SYNCHRONOUS = ("defer_weight_grads", "execution")
 """The settings that asynchronous training does not use."""
 SECTIONS = {
@@ -313,8 +316,6 @@ class Config:
     min_update_frequency: int = setting(0, minimum=0, models=("ee",))
     """The number of calls after which a part is updated; 0 for the number that it has in a minibatch of `batch_size`
     questions, so that a rare function is updated as often as in synchronous training."""
-    backward_weights: str = setting("current", choices=BACKWARD_WEIGHTS, models=("ee",))
-    """The weights of backward passes: the current ones, or those of the forward pass, of which copies are kept."""
     validate_every: int = setting(1000, minimum=1)
     """The number of iterations after which the model is validated and saved."""
     log_every: int = setting(50, minimum=1)
@@ -519,7 +520,7 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
     changes = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if name in DROPPED and value == DROPPED[name]:
+        if value in DROPPED.get(name, ()):
             continue
         if key not in known:
             raise InputError(f"{source}: unknown key {name!r}{_meant(config, str(key))}")

@@ -22,13 +22,13 @@ def train(data: Path, out: Path, *arguments: object) -> str:
     return result.output
 
 
-@pytest.mark.parametrize(("modules", "which"), [("iep", "current"), ("tbd", "forward")])
-def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Path, modules: str, which: str):
+@pytest.mark.parametrize("modules", ["iep", "tbd"])
+def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Path, modules: str):
     """Every minibatch has the same questions, so that a part is updated once in each, with its last call."""
     same = ("num_train_samples=8", "weight_decay=0.1", "warmup=2", "decay=cosine", "--modules", modules)
     same += ("attention_penalty=0.01",) if modules == "tbd" else ()
     train(data, tmp_path / "synchronous", "device=cpu", *same)
-    one = ("--threads", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1, "--backward-weights", which)
+    one = ("--threads", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1)
     train(data, tmp_path / "run", *same, *one)
     runs = [tmp_path / name for name in ("run", "synchronous")]
     assert_same_training(*runs)
@@ -40,7 +40,7 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "settings",
     [
-        ("--max-active-keys", 3, "--backward-weights", "forward", "sharing=false", "workers=1"),
+        ("--max-active-keys", 3, "sharing=false", "workers=1"),
         (
             "--min-update-frequency",
             5,

@@ -105,7 +105,7 @@ CHANGED = Config(
 
 
 def test_a_dropped_setting_of_an_earlier_version_is_read_only_as_it_was_saved(tmp_path: Path):
-    saved = "model: ee\nreplicas: []\nengine: {stem: conv, stem_pixels: 1}\n"
+    saved = "model: ee\nreplicas: []\nbackward_weights: forward\nengine: {stem: conv, stem_pixels: 1}\n"
     assert read_config(write(tmp_path / "config.yaml", saved)) == Config(model="ee")
     with refused(f"{tmp_path}", "engine.stem is 'pixels', expected one of conv, none"):
         read_config(write(tmp_path / "pixels.yaml", "engine: {stem: pixels, stem_pixels: 4}"))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.cli.command import Command
 from iep.cli.options import (
     PATH,
@@ -60,10 +59,7 @@ SECTIONS = {
     "Training": ("num_train_samples", "num_val_samples", "freeze", "keep", "resume", "dry_run", "help_settings"),
     "Engine": ("batching", "sharing", "execution", "defer_weight_grads", "precision", "features_in_memory"),
     "Devices": ("device", "placement", "devices"),
-    "Asynchronous training": (
-        *("asynchronous", "num_threads", "max_active_keys", "min_update_frequency"),
-        "backward_weights",
-    ),
+    "Asynchronous training": (*("asynchronous", "num_threads", "max_active_keys", "min_update_frequency"),),
 }
 
 
@@ -140,12 +136,6 @@ def print_settings(ctx: click.Context, param: click.Parameter, model: str | None
     type=UpdateFrequency(),
     help="Asynchronous: number of calls after which a part is updated; auto is the number that it has in a minibatch.  "
     "[default: auto]",
-)
-@click.option(
-    "--backward-weights",
-    type=click.Choice(BACKWARD_WEIGHTS),
-    help="Asynchronous: weights of a backward pass, the current ones or those of its forward pass.  "
-    f"[default: {Config.backward_weights}]",
 )
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train only on the first N questions.")
 @click.option(
