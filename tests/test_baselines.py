@@ -8,7 +8,7 @@ from original_cases import baseline_logits
 from sequence_cases import QUESTIONS, gradients, pad_rows
 from torch import Tensor, nn
 
-from iep.models.build import BASELINES, build
+from iep.models.build import BASELINES, build, with_defaults
 
 C, H, W, IMAGES = 3, 5, 4, 3
 ROWS = [1, 0, 1, 2, 1, 0, 2]
@@ -31,14 +31,16 @@ def images(dtype: torch.dtype) -> Tensor:
     return torch.randn(IMAGES, C, H, W, generator=torch.Generator().manual_seed(5), dtype=dtype)
 
 
-def naive_logits(network: nn.Module, features: Tensor) -> Tensor:
-    """Return the logits of the seven questions by the original's rules, from the network's settings and weights."""
-    kwargs, kind = network.kwargs, {"lstm": "LSTM", "cnn_lstm": "CNN+LSTM", "cnn_lstm_sa": "CNN+LSTM+SA"}
+def naive_logits(name: str, network: nn.Module, features: Tensor, **settings: object) -> Tensor:
+    """Return the logits of the seven questions by the original's rules, from a network's settings and weights."""
+    kwargs, kind = (
+        with_defaults(name, SIZES | settings),
+        {"lstm": "LSTM", "cnn_lstm": "CNN+LSTM", "cnn_lstm_sa": "CNN+LSTM+SA"},
+    )
     options = {f"fc_{new}": kwargs[f"classifier_{new}"] for new in ("dims", "dropout")}
     options |= {"fc_use_batchnorm": kwargs["classifier_norm"], "cnn_feat_dim": (C, H, W)}
     rnn = {"rnn_wordvec_dim": "embedding_dim", "rnn_dim": "hidden_dim", "rnn_num_layers": "num_layers"}
     options |= {old: kwargs[new] for old, new in rnn.items()}
-    (name,) = (name for name, made in BASELINES.items() if type(network) is made)
     if name == "cnn_lstm":
         options |= {"cnn_num_res_blocks": kwargs["cnn_res_blocks"], "cnn_proj_dim": kwargs["cnn_projection"]}
         options |= {key: kwargs[key] for key in ("cnn_res_block_dim", "cnn_pooling")}
@@ -63,7 +65,7 @@ CASES = [
 def test_logits_and_every_gradient_match_the_equations_one_question_at_a_time(name, options, device):
     network = make(name, **options).double()
     features = images(torch.float64)
-    naive = naive_logits(network, features)
+    naive = naive_logits(name, network, features, **options)
     expected = gradients(network, naive.square().mean())
 
     network.to(device)

@@ -14,9 +14,8 @@ from tiny_data import assert_one_error, files_no_larger_than, newest, tiny, writ
 from train_cases import iep_train
 
 from iep.config import Config, read_config
-from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
+from iep.models.checkpoint import BEST, load_checkpoint
 from iep.runtime.records import METRICS, Records
-from iep.training.run_training import TORCHRUN
 
 COMMANDS = ("ask", "bench", "evaluate", "preprocess", "synth", "train")
 
@@ -42,8 +41,6 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     out = tmp_path / "run"
     before, *lines, last = done.stdout.splitlines()
     assert re.fullmatch(rf"{out}: ee on cpu, \d+ threads?, [\d,]+ parameters", before)
-    memory = r"memory: 0\.[1-9] MB for parameters, gradients and optimiser state; minibatches and activations need more"
-    assert re.fullmatch(memory, lines.pop(0))
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
     accuracies = ["ee before the first iteration", "ee iteration 2", "ee iteration 4"]
     assert [line.partition(": validation accuracy ")[0] for line in lines[2:]] == accuracies
@@ -113,21 +110,6 @@ def test_a_clevr_directory_must_be_preprocessed_first(tmp_path: Path):
 # Resuming
 
 
-def test_a_process_that_torchrun_restarts_resumes_a_run_only_if_this_torchrun_began_it(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    out = tmp_path / "run"
-    given = ("--out", out, "--model", "lstm", "--data", data, *tiny("lstm"))
-    assert iep_train(*given, "iterations=2").exit_code == 0
-    assert iep_train(*given, "iterations=4").exit_code == 0
-    assert step(out) == 4
-    (out / TORCHRUN).write_text("another")
-    for restarts in "01":
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
-
-
 def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
     before = read_config(run / "config.yaml")
     (run.parent / "a.yaml").write_text("batch_size: 4\n")
@@ -158,13 +140,9 @@ def test_a_run_is_resumed_in_another_directory_and_with_moved_data(tmp_path: Pat
     assert step(tmp_path / "run") == 3
 
 
-def test_a_run_is_not_resumed_as_another_model(runs: dict[str, Path], run: Path):
+def test_a_run_is_not_resumed_as_another_model(run: Path):
     result = iep_train("--resume", "--out", run, "--model", "ee")
     assert_one_error(result, f"{newest(run)}: holds a run of model lstm, cannot resume it as ee")
-    content = load_checkpoint(newest(runs["ee"]))
-    save_checkpoint(run / "step-9.pt", content | {"step": 9})
-    result = iep_train("--resume", "--out", run, "iterations=10")
-    assert_one_error(result, f"{run / 'step-9.pt'}: holds a run of model ee, cannot resume it as lstm")
 
 
 def test_a_run_without_a_checkpoint_is_begun_anew_with_its_settings(data: Path, tmp_path: Path):
@@ -228,12 +206,11 @@ def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path,
 # What all commands share
 
 
-def test_help_and_a_dry_run_need_no_torch():
-    calls = [*((command, ["--help"]) for command in COMMANDS), ("train", ["--dry-run", "--out", "x"])]
+def test_help_needs_no_torch():
     code = f"""if True:
         import importlib, sys
-        for command, arguments in {calls}:
-            importlib.import_module("iep.cli." + command).main(arguments, standalone_mode=False)
+        for command in {COMMANDS}:
+            importlib.import_module("iep.cli." + command).main(["--help"], standalone_mode=False)
         sys.exit("torch" in sys.modules)
     """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0

@@ -14,7 +14,6 @@ from train_cases import iep_train, weights
 from iep.data.question_families import family_filter, read_families
 from iep.data.question_file import Questions, read_questions
 from iep.errors import InputError
-from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 FAMILIES = 13
 """Of the tiny data set; a question's family is its row modulo this."""
@@ -113,31 +112,6 @@ def test_training_on_families_is_training_on_a_file_that_holds_only_them(data: P
     assert filtered.exit_code == whole.exit_code == 0, filtered.output + whole.output
     assert_trained_alike(tmp_path / "a", tmp_path / "b")
     assert validations(filtered) == validations(whole)
-
-
-def test_a_run_is_resumed_with_its_families_or_with_others_that_are_named_but_not_with_an_edited_list(data, tmp_path):
-    out, listed, more = (tmp_path / name for name in ("run", "some.json", "more.json"))
-    listed.write_text("[2, 5, 3]")
-    more.write_text("[2, 5, 6]")
-    first = ("--model", "pg", "--data", data, "--families", listed, *tiny("pg"), "batch_size=2")
-    assert iep_train("--out", out, *first, "iterations=2").exit_code == 0
-    assert iep_train("--out", tmp_path / "whole", *first).exit_code == 0
-    step = newest(out)
-    listed.write_text("[2, 5, 6]")
-    for again in ((), ("--families", listed)):
-        refused = iep_train("--resume", "--out", out, "iterations=4", *again)
-        assert_one_error(refused, f"{step}: was trained on the question families 2-3, 5, but {listed} lists 2, 5-6")
-        assert newest(out) == step
-    listed.write_text("- 5\n- 3\n- 2\n- 3\n")  # the same
-    content = load_checkpoint(step)
-    assert content.pop("families") == "2-3, 5"
-    save_checkpoint(step, content)  # as an earlier version of the program left it
-    assert iep_train("--resume", "--out", out, "iterations=4").exit_code == 0
-    assert_trained_alike(out, tmp_path / "whole")
-    others = iep_train("--resume", "--out", out, "iterations=5", "--families", more)
-    assert others.exit_code == 0
-    assert f"resumes with families {more} instead of {listed}" in others.output
-    assert load_checkpoint(newest(out))["families"] == "2, 5-6"
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,18 @@ from iep.errors import InputError
 from iep.evaluation.predict import Predictor, ranked
 from iep.evaluation.symbolic import scene_of
 from iep.execution_engine.roles import tree_run
-from iep.models.build import (
-    BASELINES,
-    FEATURE_SIDES,
-    check_features,
+from iep.models.build import BASELINES, FEATURE_SIDES, Network, check_features, place
+from iep.models.checkpoint import (
+    DEFAULT,
+    SAFETENSORS,
+    WEIGHTS,
     check_vocab,
-    features_shape,
-    name_of,
-    pack,
-    place,
+    checkpoints,
+    load_checkpoint,
+    save_weights,
     unpack,
+    vocab_of,
 )
-from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
-from iep.models.weights import DEFAULT, SAFETENSORS, WEIGHTS, save_weights
 from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
@@ -59,6 +58,8 @@ class Model:
 
     path: Path
     """The checkpoint of the network that answers, for messages."""
+    networks: Mapping[str, Network]
+    """The networks by name; the one that answers is the last."""
     predictor: Predictor
     vocab: Vocab
     backbone: Backbone | None
@@ -68,16 +69,12 @@ class Model:
     device: torch.device
 
     def __repr__(self) -> str:
-        found = f"{str(self.path)!r}, networks={[*self._networks]}, backbone={self.backbone}"
+        found = f"{str(self.path)!r}, networks={[*self.networks]}, backbone={self.backbone}"
         return f"Model({found}, device={str(self.device)!r})"
 
     @property
-    def _networks(self) -> dict[str, Any]:
-        """The networks by name, the one that answers last."""
-        own = self.predictor
-        if own.baseline is not None:
-            return {name_of(own.baseline): own.baseline}
-        return {"engine": own.engine} if own.generator is None else {"generator": own.generator, "engine": own.engine}
+    def _answering(self) -> Network:
+        return next(reversed(self.networks.values()))
 
     @staticmethod
     def from_pretrained(name: Path | str, **options: Any) -> "Model":
@@ -100,8 +97,8 @@ class Model:
             raise InputError(f"{self.path}: needs an image, and there is none")
         pixels = _opened(image)
         features_1CHW, found = image_features(pixels, self.backbone, self.dtype, self.device)
-        network, name = [*self._networks.values()][-1], image if isinstance(image, str | PathLike) else "the image"
-        check_features(network, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
+        name = image if isinstance(image, str | PathLike) else "the image"
+        check_features(self._answering, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
         return SeenImage(pixels, features_1CHW.to(self.device), found)
 
     @overload
@@ -234,9 +231,8 @@ class Model:
             raise InputError(f"the directory is {directory!r:.60}, expected a path")
         if checkpoints(Path(directory)):
             raise InputError(f"{directory}: already holds a run; choose another directory")
-        networks = self._networks
-        recipe, packed = next(reversed(networks.values())).recipe, pack(networks)
-        content = {"networks": packed, "features": recipe, "vocab": self.vocab.to_json()}
+        packed = {name: network.packed() for name, network in self.networks.items()}
+        content = {"networks": packed, "features": self._answering.recipe, "vocab": self.vocab.to_json()}
         save_weights(Path(directory), content, half)
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
@@ -344,18 +340,18 @@ def load(
             networks, or `modules` differs from the checkpoint's.
     """
     path, of_pg, on = _local(name), None if pg is None else _local(pg), resolve_device(device)
-    held = load_checkpoint(path, PARTS_OF_A_MODEL)
-    vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
+    held = load_checkpoint(path)
+    vocab = vocab_of(held, path)
     own = next((each for each in ("engine", *BASELINES) if each in held["networks"]), "engine")
     if own != "engine" and (pg is not None or modules is not None):
         raise InputError(f"{path}: a baseline runs no program; {'modules' if pg is None else 'pg'} does not apply")
-    answering = place(unpack(held, own, path, modules), on).eval()
-    networks: dict[str, Any] = {"engine" if own == "engine" else "baseline": answering}
+    answering = unpack(held, own, path, modules)
+    networks = {own: answering}
     if own == "engine" and (of_pg is not None or "generator" in held["networks"]):
         source = of_pg or path
-        of_generator = held if source == path else load_checkpoint(source, PARTS_OF_A_MODEL)
-        networks["generator"] = place(unpack(of_generator, "generator", source), on).eval()
-        trained = Vocab.from_json(of_generator["vocab"], f"{source} (vocabulary)")
+        of_generator = held if source == path else load_checkpoint(source)
+        networks = {"generator": unpack(of_generator, "generator", source)} | networks
+        trained = vocab_of(of_generator, source)
         vocab = Vocab(trained.question, vocab.program, vocab.answer)
         check_vocab(trained, vocab, "generator", source, engine=path)
     dtype = "float32"
@@ -371,10 +367,14 @@ def load(
         backbone, dtype = _recorded_backbone(answering.recipe, path, weights, say)
     elif backbone is None:
         backbone = _likely_backbone(answering, path, weights, say)
+    modules_of = {
+        name if name in ("generator", "engine") else "baseline": place(network.module, on).eval()
+        for name, network in networks.items()
+    }
     predictor = Predictor(
-        **networks, run_predicted=own == "engine", beam_size=beam_size, max_program_length=max_program_length
+        **modules_of, run_predicted=own == "engine", beam_size=beam_size, max_program_length=max_program_length
     )
-    return Model(path, predictor, vocab, backbone, dtype, on)
+    return Model(path, networks, predictor, vocab, backbone, dtype, on)
 
 
 def _local(name: Path | str) -> Path:
@@ -439,10 +439,10 @@ def _recorded_backbone(
     return backbone, dtype
 
 
-def _likely_backbone(network: Any, path: Path, weights: str | None, say: Callable[[str], None]) -> Backbone:
+def _likely_backbone(network: Network, path: Path, weights: str | None, say: Callable[[str], None]) -> Backbone:
     """Return patches if the network reads features of their shape, else the backbone of the original toolkit (Johnson
     et al. 2017, section 4.1), perhaps with the weights of a file."""
-    shape = features_shape(network)
+    shape = network.feature_shape
     patch = isqrt(shape[0] // 3)
     is_patches = shape == (3 * patch * patch, GRID, GRID)[: len(shape)]
     backbone = Patches(patch) if is_patches and weights is None else ResNet(weights=weights or "default")

@@ -217,7 +217,7 @@ def show_plans(
         texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]
         if placement != NONE:
             placed = describe_placement(placement, engine.placement, costs.work)
-            map_1CHW = torch.empty(1, engine.kwargs["module_dim"], *engine.grid, device="meta")
+            map_1CHW = torch.empty(1, EngineConfig.module_dim, *engine.grid, device="meta")
             sizes = [value.numel() for value in engine.module_set.scene_values(map_1CHW).values()]
             texts.append(f"{placed}\n{describe_copies(plan, sizes)}")
         drawn = drawn or draw_plan(title, plan, [f"example {example}" for example in range(len(programs_BL))])

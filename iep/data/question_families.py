@@ -62,15 +62,6 @@ def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Calla
     return choose
 
 
-def listed(families: str | None) -> str | None:
-    """Return the families that a file lists as text such as `0-4, 7`, or None for `short`, `long` and None.
-
-    Raises:
-        InputError: the file does not hold a list of whole numbers from 0.
-    """
-    return None if families in (None, SHORT, LONG) else _ranges(sorted(set(read_families(Path(families)))))
-
-
 def read_families(path: Path) -> tuple[int, ...]:
     """Return the list of CLEVR's `question_family_index` in a JSON or YAML file, such as the original toolkit's.
 

@@ -212,14 +212,13 @@ def _position(value: Any, part: str, path: Path, devices: Sequence[str]) -> int:
 
 
 def costs_of(engine: Any, sample: Sample) -> Costs:
-    """Return the costs of an `ExecutionEngine` that `iep.models.build.build` made, for the programs of `sample`.
+    """Return the costs of an `ExecutionEngine` for the programs of `sample`.
 
     Raises:
         InputError: the modules share their weights, so that the parts cannot be on several devices.
     """
     if engine.shared is not None:
-        what = f"the modules {engine.kwargs['modules']} share their weights"
-        raise InputError(f"{what} and cannot be placed on several devices or workers")
+        raise InputError("the modules share their weights and cannot be placed on several devices or workers")
     flops = _flops_of_parts(engine)
     tokens = engine.program_tokens
     if not sample.is_known:
@@ -237,7 +236,6 @@ def _flops_of_parts(engine: Any) -> dict[str, float]:
     from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
     copy = deepcopy(engine).to("meta").eval()  # a batch norm would not train on one example
-    sides = [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")]
     flops: dict[str, float] = {}
 
     def run(part: str, *arguments: torch.Tensor) -> torch.Tensor:
@@ -246,7 +244,7 @@ def _flops_of_parts(engine: Any) -> dict[str, float]:
         flops[part] = float(counter.get_total_flops())
         return result
 
-    map_1CHW = run(STEM, torch.empty(1, *sides, device="meta"))
+    map_1CHW = run(STEM, torch.empty(1, *engine.feature_shape, device="meta"))
     scene = engine.module_set.scene_values(map_1CHW)
     for token in engine.parts[1:-1]:
         run(token, *(scene[kind] for kind in engine.module_set.role(token).reads))

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
@@ -100,14 +99,6 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """Return the number of processes of the job on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
-
-
-def torchrun_identity() -> str | None:
-    """Return an identifier of the torchrun that started this process, None without one; restarts do not change it."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {started}"
 
 
 def barrier() -> None:
