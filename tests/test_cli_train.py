@@ -88,8 +88,8 @@ def test_help_shows_settings_of_a_model_and_an_unknown_key_suggests_the_one_with
 
 
 def test_every_option_reaches_its_setting(tmp_path: Path):
-    flags = "--model ee --data d --pg p --ee e --programs predicted --batching standard --precision bfloat16 --keep 5"
-    flags += " --device cpu --num-train-samples 7 --num-val-samples 8 --no-sharing --defer-weight-grads"
+    flags = "--model ee --data d --pg p --ee e --programs predicted --batching standard --precision bfloat16 keep=5"
+    flags += " --device cpu --num-train-samples 7 num_val_samples=8 --no-sharing defer_weight_grads=true"
     flags += " --freeze stem,modules"
     result = iep_train("--dry-run", "--out", tmp_path / "run", *flags.split(), "pg=null", "ee=null", "learning_rate=1")
     (tmp_path / "printed.yaml").write_text(result.output)

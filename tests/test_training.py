@@ -20,12 +20,11 @@ from tiny_data import (
     arrays,
     features,
     newest,
-    tiny,
     tiny_config,
     write_data,
     write_h5,
 )
-from train_cases import before_each_step, iep_train, rows, scalars, weights
+from train_cases import before_each_step, rows, scalars, weights
 
 import iep.training.run_training
 from iep.config import Config, read_config, to_dict
@@ -239,22 +238,6 @@ def test_predicted_programs_are_decoded_once_and_train_as_true_ones_would(data, 
     assert rows(tmp_path / "predicted") == rows(tmp_path / "true")
     states = [dict(weights(newest(tmp_path / name), "engine")) for name in ("predicted", "true")]
     assert digest(states[0]) == digest(states[1])
-
-
-@pytest.mark.parametrize(
-    ("settings", "warned"),
-    [
-        (("engine.module_norm=batch",), True),
-        (("engine.module_norm=batch", "batching=vanilla"), False),
-        (("engine.module_norm=example",), False),
-    ],
-)
-def test_that_batch_norm_is_batched_is_said_in_a_line(data: Path, tmp_path: Path, settings, warned: bool):
-    start = ("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "iterations=1")
-    result = iep_train(*start, *settings)
-    assert result.exit_code == 0, result.output
-    said = "normalises over all examples of a call, not over one as the original toolkit does"
-    assert (result.output.count(said) == 1) == warned
 
 
 # What cannot be trained or resumed

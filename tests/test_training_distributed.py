@@ -251,8 +251,8 @@ def _fail(config: Config, out: Path) -> str:
 @pytest.mark.parametrize(
     ("model", "settings", "problem"),
     [
-        ("ee", ("engine.module_norm=batch",), "train in one process, or with engine.module_norm=example"),
-        ("lstm", ("lstm.classifier_norm=true",), "classifier_norm normalises over questions"),
+        ("ee", ("engine.module_norm=batch",), "<END>.bn1 normalises over the examples of a call, and no process sees"),
+        ("lstm", ("lstm.classifier_norm=true",), "train in one process, without classifier_norm"),
     ],
 )
 def test_what_several_processes_cannot_train_is_refused_by_all(data: Path, tmp_path: Path, model, settings, problem):

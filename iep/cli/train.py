@@ -44,23 +44,13 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "Model and data": (
-        "model",
-        "data",
-        "out",
-        "config_file",
-        "pg",
-        "ee",
-        "baseline",
-        "programs",
-        "modules",
-        "families",
+        *("model", "data", "out", "config_file", "pg", "ee", "baseline", "programs", "modules", "families"),
     ),
-    "Training": ("num_train_samples", "num_val_samples", "freeze", "keep", "resume", "dry_run", "help_settings"),
-    "Engine": ("batching", "sharing", "execution", "defer_weight_grads", "precision", "features_in_memory"),
+    "Training": ("num_train_samples", "freeze", "resume", "dry_run", "help_settings"),
+    "Engine": ("batching", "sharing", "execution", "precision", "features_in_memory"),
     "Devices": ("device", "placement", "devices"),
     "Asynchronous training": (
-        *("asynchronous", "num_threads", "max_active_keys", "min_update_frequency"),
-        "backward_weights",
+        *("asynchronous", "num_threads", "max_active_keys", "min_update_frequency", "backward_weights"),
     ),
 }
 
@@ -111,11 +101,6 @@ def print_settings(ctx: click.Context, param: click.Parameter, model: str | None
 )
 @execution_options
 @click.option(
-    "--defer-weight-grads/--no-defer-weight-grads",
-    default=None,
-    help="Compute the gradient of each module's weights once per step, over all its calls.",
-)
-@click.option(
     "--asynchronous/--no-asynchronous",
     default=None,
     help="Train the engine asynchronously: workers run and update their parts by themselves, with several instances, "
@@ -147,22 +132,12 @@ def print_settings(ctx: click.Context, param: click.Parameter, model: str | None
 )
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train only on the first N questions.")
 @click.option(
-    "--num-val-samples",
-    type=click.IntRange(min=1),
-    help=f"Validate only on the first N questions.  [default: {Config.num_val_samples}]",
-)
-@click.option(
     "--freeze",
     type=CommaList(click.STRING),
     metavar="PART[,PART...]",
     help="Parts of the model that training does not change. joint: generator, engine; pg: encoder, decoder; ee: stem, "
     "modules, classifier; lstm: rnn, classifier; cnn-lstm: rnn, cnn, classifier; cnn-lstm-sa: rnn, cnn, attention, "
     "classifier; backbone: trunk, head.",
-)
-@click.option(
-    "--keep",
-    type=click.IntRange(min=1),
-    help=f"Number of newest checkpoints to keep, in addition to the best one.  [default: {Config.keep}]",
 )
 @click.option(
     "--resume",

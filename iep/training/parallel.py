@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from iep.config import Config
 from iep.data.datasets import Batch
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -100,33 +99,22 @@ class _Loss(nn.Module):
 # Batch norm
 
 
-def check_norms(networks: Mapping[str, nn.Module], config: Config, device: torch.device) -> str | None:
-    """Return a warning if an engine's batch norm is over several examples, or None.
+def check_norms(networks: Mapping[str, nn.Module], device: torch.device, asynchronous: bool) -> None:
+    """Check that several processes can train the batch norms of the networks.
 
     Raises:
-        InputError: there are several processes, and batch norm that is trained is over the rows of a call of an
-            engine's module or, on CPUs, over questions.
+        InputError: batch norm is over the rows of a call of an engine's module or, on CPUs, over a part of the
+            questions of a minibatch.
     """
-    if world_size() > 1 and device.type == "cpu" and not config.asynchronous:
-        layers = (layer for network in networks.values() for layer in network.modules())
-        if any(type(layer) is nn.BatchNorm1d and is_trained(layer) for layer in layers):
-            what = "classifier_norm normalises over questions, which may be too few for each of the processes"
-            raise InputError(f"{what}: train in one process, or on GPUs")
-    engines = [network for network in networks.values() if isinstance(network, ExecutionEngine)]
-    layers = (layer for engine in engines for part in engine.parts[1:-1] for layer in getattr(engine, part).modules())
-    if not any(type(layer) is nn.BatchNorm2d and is_trained(layer) for layer in layers):
-        return None
-    if world_size() > 1:
-        raise InputError(
-            "engine.module_norm=batch normalises over the examples of a call, and no process sees all of them: train "
-            "in one process, or with engine.module_norm=example"
-        )
-    if config.batching == "vanilla" and not config.sharing:
-        return None
-    return (
-        "engine.module_norm=batch normalises over all examples of a call, not over one as the original toolkit does: "
-        "engine.module_norm=example is exact, and so is --batching vanilla --no-sharing"
-    )
+    for network in networks.values() if world_size() > 1 else ():
+        for name, layer in network.named_modules():
+            is_in_module = isinstance(network, ExecutionEngine) and name.partition(".")[0] in network.parts[1:-1]
+            is_over_part = type(layer) is nn.BatchNorm1d and device.type == "cpu" and not asynchronous
+            if is_trained(layer) and (is_over_part or (is_in_module and type(layer) is nn.BatchNorm2d)):
+                raise InputError(
+                    f"{name} normalises over the examples of a call, and no process sees all of them: train in one "
+                    "process, without classifier_norm, and with engine.module_norm=example"
+                )
 
 
 def synchronize_norms(networks: Mapping[str, nn.Module]) -> None:

@@ -32,7 +32,7 @@ from iep.data.ordering import make_order
 from iep.data.question_families import family_filter
 from iep.data.question_file import Questions, Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
-from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
+from iep.execution_engine.choices import DEFAULT_SCHEDULER, is_outside
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_placement, main_device
 from iep.models.build import (
@@ -129,8 +129,8 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
     freeze(task.networks, config.freeze)
     if "engine" in networks:
         _place_and_set_execution(task.networks["engine"], config, data)
-    if (warning := check_norms(task.networks, config, data.device)) is not None:
-        tqdm.write(warning)
+    if not config.asynchronous:  # in which a process runs its parts on whole instances
+        check_norms(task.networks, data.device, config.asynchronous)
     trainer = Trainer(task, config, data, out, {name: network.kwargs for name, network in networks.items()})
     if start is not None:
         trainer.restore(start)
@@ -360,27 +360,19 @@ def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunD
 def _describe(trainer: Trainer) -> str:
     """Return three lines on the run: model, processes and parameters; data; steps."""
     config, data = trainer.config, trainer.data
-    parameters = sum(p.numel() for net in trainer.task.networks.values() for p in net.parameters())
+    parameters = sum(p.numel() for network in trainer.task.networks.values() for p in network.parameters())
     trained, threads = sum(p.numel() for p in trainer.parameters), torch.get_num_threads()
-    model = (
-        f"{config.model} on {trainer.device}",
-        *([f"execution {config.execution}"] if config.execution != DEFAULT_EXECUTION else []),
-        *([f"asynchronous with {len(config.devices)} workers"] if config.asynchronous else []),
-        *([f"{world_size()} processes"] if world_size() > 1 else []),
-        f"{threads} thread{'s' if threads > 1 else ''}" + (" each" if world_size() > 1 else ""),
-        f"{parameters:,} parameters",
-        *([f"{trained:,} of them trained"] if trained != parameters else []),
-    )
-    unit = "images" if config.model == "backbone" else "questions"
+    processes = f"{world_size()} processes of " if world_size() > 1 else ""
     splits = []
     for name, split in ((config.train_split, data.training), (config.val_split, data.validation)):
         if split is not None:
-            images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
-            splits.append(images if unit == "images" else f"{len(split.questions):,} questions about {images}")
+            questions = "" if config.model == "backbone" else f"{len(split.questions):,} questions about "
+            splits.append(f"{questions}{len(set(split.questions.image_idxs.tolist())):,} images of {name}")
     return (
-        f"{trainer.out}: {', '.join(model)}\n"
+        f"{trainer.out}: {config.model} on {trainer.device}, {processes}{threads} thread{'s' if threads > 1 else ''}, "
+        f"{parameters:,} parameters{f', {trained:,} of them trained' if trained != parameters else ''}\n"
         f"{config.data}: {' and '.join(splits)}\n"
-        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {unit} each"
+        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {trainer.task.examples} each"
     )
 
 
