@@ -48,6 +48,10 @@ PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
 ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "backward_weights")
 """The settings that only asynchronous training uses."""
+DROPPED: Mapping[str, Any] = {"replicas": []}
+"""Settings of earlier versions, which saved settings may still have with these values."""
+FORMER = (("execution", "auto"), ("execution", "grouped"))
+"""Settings and values that earlier versions saved for what is the default now."""
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
 """Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
 SYNCHRONOUS = ("defer_weight_grads", "execution")
@@ -480,9 +484,12 @@ def saved_config(settings: Mapping[str, Any], source: str) -> Config:
     Raises:
         InputError: a setting is unknown or invalid.
     """
-    former = {"replicas": [[]], "execution": ["auto", "grouped"]}  # settings of earlier versions, now the defaults
-    settings = {name: value for name, value in settings.items() if value not in former.get(name, [])}
-    return absolute(only_used(update(Config(), settings, source)))
+    given = [
+        (source, name, value)
+        for name, value in flat(settings).items()
+        if (name, value) not in (*DROPPED.items(), *FORMER)
+    ]
+    return absolute(only_used(overridden(Config(), given)))
 
 
 def check_changes(before: Config, now: Config, path: Path) -> list[str]:

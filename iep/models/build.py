@@ -18,7 +18,7 @@ from tqdm import tqdm
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
 from iep.batching.template import make_template
-from iep.config import MODELS, SECTIONS, Config, EngineConfig, to_dict
+from iep.config import DROPPED, MODELS, SECTIONS, Config, EngineConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, INITIALIZATIONS, check_choice, make_module_set
@@ -180,9 +180,10 @@ class Network:
 
 
 def with_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return constructor arguments of the network `name`, with the defaults of `Config` for settings that they lack,
-    such as those of an earlier version's checkpoint."""
-    return to_dict(getattr(Config, name)) | dict(kwargs)
+    """Return constructor arguments of the network `name` with the settings of today: those of an earlier version's
+    checkpoint may lack some, which then have their defaults, and have others that were dropped."""
+    known = {key: value for key, value in kwargs.items() if f"{name}.{key}" not in DROPPED}
+    return to_dict(getattr(Config, name)) | known
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> Any:
