@@ -74,7 +74,7 @@ class Model:
 
     @property
     def _answering(self) -> Network:
-        return next(reversed(self.networks.values()))
+        return [*self.networks.values()][-1]
 
     @staticmethod
     def from_pretrained(name: Path | str, **options: Any) -> "Model":

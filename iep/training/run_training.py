@@ -123,14 +123,12 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         starts = dict.fromkeys(NETWORKS[config.model], start)
     data = _open(config)
     torch.manual_seed(config.seed)
-    is_new = start is None
-    networks = {name: _network(name, starts.get(name), is_new, config, data) for name in NETWORKS[config.model]}
+    networks = {name: _network(name, starts.get(name), start is None, config, data) for name in NETWORKS[config.model]}
     task = TASKS[config.model](config, {name: network.module for name, network in networks.items()})
     freeze(task.networks, config.freeze)
     if "engine" in networks:
         _place_and_set_execution(task.networks["engine"], config, data)
-    if not config.asynchronous:  # in which a process runs its parts on whole instances
-        check_norms(task.networks, data.device, config.asynchronous)
+    check_norms(task.networks, data.device, config.asynchronous)
     trainer = Trainer(task, config, data, out, {name: network.kwargs for name, network in networks.items()})
     if start is not None:
         trainer.restore(start)
@@ -196,9 +194,9 @@ def _starts(config: Config) -> dict[str, Saved]:
     Raises:
         InputError: a checkpoint cannot be loaded.
     """
-    of_model = dict.fromkeys(NETWORKS[config.model], config.baseline) | {"generator": config.pg, "engine": config.ee}
-    paths = {name: path for name, path in of_model.items() if path is not None and name in NETWORKS[config.model]}
-    return {name: Saved(Path(path), load_checkpoint(path)) for name, path in paths.items()}
+    others = {"generator": config.pg, "engine": config.ee}
+    paths = {name: others.get(name, config.baseline) for name in NETWORKS[config.model]}
+    return {name: Saved(Path(path), load_checkpoint(path)) for name, path in paths.items() if path is not None}
 
 
 def _with_settings_of(starts: Mapping[str, Saved], config: Config, given: Collection[str]) -> Config:
