@@ -310,7 +310,8 @@ def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data:
         network, path = Network(name, build(name, kwargs), kwargs), None
     else:
         modules = config.engine.modules if is_outside(config.engine.modules) else None
-        network = unpack(saved.content, name, saved.path, modules, to_dict(getattr(config, name)))
+        settings = to_dict(getattr(config, name)) if is_new else None  # those of `_with_settings_of`
+        network = unpack(saved.content, name, saved.path, modules, settings)
         trained, path = vocab_of(saved.content, saved.path), saved.path
         if is_new and name != "engine" and (count := count_new_words(trained, vocab)):
             if {name, *PARTS_WITH_WORDS} & set(config.freeze):
