@@ -51,6 +51,7 @@ from iep.models.build import (
     place,
     place_engine,
     set_execution,
+    with_defaults,
 )
 from iep.models.checkpoint import (
     WEIGHTS,
@@ -306,7 +307,8 @@ def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data:
     """
     vocab, features = data.vocab, data.training.features
     if saved is None:
-        kwargs = network_kwargs(name, getattr(config, name), vocab, None if features is None else features.shape[1:])
+        shape = None if features is None else features.shape[1:]
+        kwargs = with_defaults(name, network_kwargs(name, getattr(config, name), vocab, shape))
         network, path = Network(name, build(name, kwargs), kwargs), None
     else:
         modules = config.engine.modules if is_outside(config.engine.modules) else None
