@@ -32,7 +32,7 @@ from iep.data.ordering import make_order
 from iep.data.question_families import family_filter
 from iep.data.question_file import Questions, Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
-from iep.execution_engine.choices import DEFAULT_SCHEDULER, is_outside
+from iep.execution_engine.choices import DEFAULT_SCHEDULER, check_named, is_outside
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_placement, main_device
 from iep.models.build import (
@@ -206,14 +206,17 @@ def _with_settings_of(starts: Mapping[str, Saved], config: Config, given: Collec
     Only an engine's batch norm over examples can change: its weights are the same for `batch` and `example`.
 
     Raises:
-        InputError: a checkpoint lacks the network, or a setting that was given differs from the checkpoint's.
+        InputError: a checkpoint lacks the network, a setting that was given differs from the checkpoint's, or its
+            modules are code of another package that the settings do not name.
     """
     sections = {}
     for name, saved in starts.items():
         section, kwargs = getattr(config, name), kwargs_of(saved.content, name, saved.path)
         held = {field.name: kwargs[field.name] for field in fields(section)}
-        if name == "engine" and {section.module_norm, held["module_norm"]} == {"batch", "example"}:
-            held["module_norm"] = section.module_norm
+        if name == "engine":
+            check_named(held["modules"], section.modules if is_outside(section.modules) else None, saved.path)
+            if {section.module_norm, held["module_norm"]} == {"batch", "example"}:
+                held["module_norm"] = section.module_norm
         sections[name] = update(section, held, f"{saved.path}: {DESCRIPTIONS[name]}")
         for key in held:
             wanted, has = (getattr(each, key) for each in (section, sections[name]))
