@@ -48,7 +48,7 @@ PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
 ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "backward_weights")
 """The settings that only asynchronous training uses."""
-DROPPED: Mapping[str, Any] = {"replicas": []}
+DROPPED: Mapping[str, Any] = {"replicas": [], "engine.stem_pixels": 1}
 """Settings of earlier versions, which saved settings may still have with these values."""
 FORMER = (("execution", "auto"), ("execution", "grouped"))
 """Settings and values that earlier versions saved for what is the default now."""
@@ -65,7 +65,6 @@ SECTIONS = {
 PATHS = {
     **dict.fromkeys(("data", "pg", "ee", "baseline"), ()),
     "families": ("short", "long"),
-    "placement": ("none", "round-robin", "balanced"),
 }
 """The settings that name files, and the words that each of them accepts instead of a file name."""
 SHIPPED = Path(__file__).parent / "configs"
@@ -127,14 +126,11 @@ class EngineConfig:
     scene: str = setting("module", choices=choices.SCENES)
     """The value of `scene`: the output of a `module` on the stem's output, or the `stem`'s output itself."""
     stem: str = setting("conv", choices=choices.STEMS)
-    """`conv`, 3x3 convolutions of the features; `pixels`, convolutions of patches of pixels that halve the picture;
-    `none`, the features as they are."""
+    """`conv`, 3x3 convolutions of the features, or `none`, the features as they are."""
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)
     """The numbers of channels of the stem's convolutions before the last one."""
     stem_stride: int = setting(1, minimum=1)
     """The stride of the stem's last convolution."""
-    stem_pixels: int = setting(1, minimum=1)
-    """The side of the small patches that the stem `pixels` embeds first."""
     stem_norm: bool = False
     """Batch norm after every convolution of the stem."""
     initialization: str = setting("kaiming", choices=choices.INITIALIZATIONS)
@@ -301,8 +297,8 @@ class Config:
     """The seed of initial weights, of the order of questions, and of everything else that is random."""
     device: str = "auto"
     """The device: auto, cpu, cuda or cuda:N; auto is a GPU if there is one."""
-    placement: str = setting("none", models=WITH_ENGINE)
-    """The placement of the engine's functions on `devices`: none, round-robin, balanced, or a YAML file."""
+    placement: str = setting("none", choices=choices.PLACEMENTS, models=WITH_ENGINE)
+    """The placement of the engine's functions on `devices`: in turn (`round-robin`), or by their work (`balanced`)."""
     devices: tuple[str, ...] = setting((), models=WITH_ENGINE)
     """The devices of the placement. Everything that is not placed is on the first one."""
     asynchronous: bool = setting(False, models=("ee",))
@@ -368,7 +364,6 @@ class Evaluation:
     max_program_length: int = Config.max_program_length
     precision: str = Config.precision
     batch_size: int = 256
-    order_by_image: bool = False
     families: str | None = setting(None, models=ANSWERING)
     """The question families to evaluate on, as in `Config`."""
     skip_samples: int = 0

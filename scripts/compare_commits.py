@@ -31,8 +31,8 @@ except ModuleNotFoundError:  # a checkout from before iep/models
 FULL = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14, "module_dim": 128, "stem_widths": (128,)}
 SMALL = {"feature_dim": 16, "feature_height": 7, "feature_width": 7, "module_dim": 16, "stem_widths": (16,)}
 SMALL |= {"classifier_projection": 16, "classifier_hidden": (32,)}
-DEMO = {"feature_dim": 48, "feature_height": 32, "feature_width": 32, "module_dim": 32, "scene": "stem"}
-DEMO |= {"stem": "pixels", "stem_pixels": 4, "stem_widths": (64, 96), "stem_stride": 2, "stem_norm": True}
+DEMO = {"feature_dim": 64, "feature_height": 14, "feature_width": 21, "module_dim": 32, "scene": "stem"}
+DEMO |= {"stem_widths": (), "stem_stride": 2, "stem_norm": True}
 DEMO |= {"initialization": "torch", "classifier_projection": 128, "classifier_hidden": (256,)}
 ENGINES = {"full": FULL, "small": SMALL, "demo": DEMO}
 CASES = {

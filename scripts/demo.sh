@@ -5,17 +5,18 @@
 #
 #   scripts/demo.sh [OUT] [KEY=VALUE]...        (OUT: runs/demo)
 #
-# Settings such as batch_size=32 apply to all training steps. Started again with the same OUT, the script skips finished
-# steps and resumes the others.
+# SYNTH contains options of iep-synth, such as numbers of images. Settings such as batch_size=32 apply to all training
+# steps. Started again with the same OUT, the script skips finished steps and resumes the others.
 source "$(dirname "$0")/recipe.sh"
 expect 0 1
 OUT=${PLACES[0]:-runs/demo}
 DATA=$OUT/data
+read -ra SYNTH <<<"${SYNTH-}"
 
 train_on_data() { train "$OUT/$1" --config "$CONFIGS/mini/$1.yaml" --data "$DATA" "${@:2}"; }
 answer() { evaluate "${1//_/ }" "$OUT/eval/$1" --data "$DATA" "${@:2}"; }
 
-step iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
+step iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)" "${SYNTH[@]}"
 step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16
 side_by_side "pg lstm cnn-lstm" tbd
 train_on_data joint --pg "$OUT/pg" --ee "$OUT/tbd"

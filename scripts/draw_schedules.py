@@ -8,8 +8,8 @@ from pathlib import Path
 from iep.bench.show_plans import draw_plan
 from iep.bench.workload import encode
 from iep.execution_engine.choices import make_module_set
-from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
+from iep.execution_engine.roles import roles_of
 from iep.vocab import Vocab
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -56,7 +56,8 @@ versions() {
 
 losses() { # train by calls and by cuda_graph from the same weights on the same minibatches, and compare
     if [ ! -e "$OUT/data/vocab.json" ]; then
-        "$PYTHON" -m iep.cli.synth "$OUT/clevr" --preset "$PRESET" --train "$IMAGES" --val 10 --test 0 --force >/dev/null &&
+        rm -rf "$OUT/clevr"
+        "$PYTHON" -m iep.cli.synth "$OUT/clevr" --preset "$PRESET" --train "$IMAGES" --val 10 --test 0 >/dev/null &&
             "$PYTHON" -m iep.cli.preprocess "$OUT/clevr" --out "$OUT/data" --backbone synth --dtype float16 >/dev/null || return
     fi
     local each

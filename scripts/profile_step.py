@@ -15,7 +15,7 @@ from iep.bench.measure_engine import Step
 from iep.bench.strategy import parse_strategies
 from iep.bench.workload import generated
 from iep.config import read_config
-from iep.execution_engine.placement import Sample
+from iep.execution_engine.parts import Sample
 from iep.models.build import build, fit_template, network_kwargs, place
 
 PEAKS = {"H100": (494.7e12, 989.4e12), "H200": (494.7e12, 989.4e12), "A100": (156e12, 312e12)}

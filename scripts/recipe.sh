@@ -4,7 +4,7 @@
 # PREPROCESS contains options of iep-preprocess, except for recipes that generate their data. An example of a small run on
 # small data from iep-synth:
 #
-#   PREPROCESS='--backbone patches' scripts/train_clevr.sh data/mini data/small iterations=100 engine.module_dim=32
+#   PREPROCESS='--backbone synth' scripts/train_clevr.sh data/mini data/small iterations=100 engine.module_dim=32
 set -euo pipefail
 shopt -s nullglob
 CONFIGS=$(realpath "$(dirname "$0")/../configs")

@@ -157,7 +157,7 @@ def measure_memory(work: Path, steps: int) -> np.ndarray:
     """
     clevr, data, out = work / "clevr", work / "data", work / "run"
     _run("synth", clevr, "--preset", "mini", "--train", 200, "--val", 25, "--test", 0)
-    _run("preprocess", clevr, "--out", data, "--backbone", "patches", "--dtype", "float16")
+    _run("preprocess", clevr, "--out", data, "--dtype", "float16")
     command = [sys.executable, "-m", "iep.cli.train", "--config", CONFIG, "--data", data, "--out", out]
     samples = []
     with subprocess.Popen([*map(str, command), f"iterations={steps}", *SETTINGS], cwd=ROOT) as process:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from click.testing import CliRunner, Result
+from features_cases import SMALL
 from tiny_data import tiny
 
 from iep.cli.ask import main
@@ -34,8 +35,8 @@ def done(command: object, *arguments: object) -> None:
 
 
 def sample_data(out: Path, *flags: object) -> Path:
-    """`data/sample` preprocessed, its features patches of pixels unless `flags` say otherwise."""
-    flags = flags or ("--backbone", "patches", "--patch-size", 2, "--dtype", "float16")
+    """`data/sample` preprocessed, its features those of a small ResNet unless `flags` say otherwise."""
+    flags = flags or (*SMALL, "--dtype", "float16")
     splits = ("--split", "train", "--split", "val")
     done(preprocess, SAMPLE, "--out", out, "--device", "cpu", "--workers", 0, *splits, *flags)
     return out

@@ -12,7 +12,7 @@ from device_cases import ONE_GPU, TWO_GPUS
 from torch import nn
 
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Placement, round_robin
+from iep.execution_engine.parts import Placement, round_robin
 from iep.execution_engine.roles import ATTENTION, MAP, Role
 from iep.execution_engine.tbd import AttentionModules
 from iep.models.build import build, place_parts
@@ -156,12 +156,15 @@ def programs_for(tokens: Sequence[str]) -> st.SearchStrategy[np.ndarray]:
 
 any_programs = programs_for(TOKENS)
 
-DEVICE_LISTS = [
+ONE_KIND = [
     ("cpu", "cpu", "cpu"),
-    pytest.param(("cpu", "cuda:0"), marks=ONE_GPU),
-    pytest.param(("cuda:0", "cpu"), marks=ONE_GPU),
     pytest.param(("cuda:0", "cuda:0"), marks=ONE_GPU),
     pytest.param(("cuda:0", "cuda:1"), marks=TWO_GPUS),
+]
+DEVICE_LISTS = [
+    *ONE_KIND,
+    pytest.param(("cpu", "cuda:0"), marks=ONE_GPU),
+    pytest.param(("cuda:0", "cpu"), marks=ONE_GPU),
 ]
 
 

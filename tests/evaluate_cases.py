@@ -10,8 +10,8 @@ from iep.cli.evaluate import main
 
 
 def iep_eval(*arguments: object) -> Result:
-    """Run the command on the CPU, unless `arguments` name a device or several."""
-    device = () if "--devices" in arguments else ("--device", "cpu")
+    """Run the command, networks on the CPU unless `arguments` name several devices."""
+    device = () if {"--devices", "--answers"} & {*arguments} else ("--device", "cpu")
     return CliRunner().invoke(main, [str(argument) for argument in (*device, *arguments)])
 
 

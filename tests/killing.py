@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
+from features_cases import SMALL
 from processes import Ended, run
 
 from iep.errors import InputError
@@ -180,7 +181,7 @@ def preprocessing(clevr: Path) -> Job:
     """iep-preprocess of questions and features."""
 
     def arguments(out: Path) -> list[Any]:
-        return [clevr, "--out", out, "--backbone", "patches", "--batch-size", 4, "--workers", 0]
+        return [clevr, "--out", out, *SMALL, "--batch-size", 4, "--workers", 0]
 
     return Job("preprocessing", "preprocess", arguments, file_bytes, finished_bytes)
 

@@ -124,17 +124,15 @@ def run(
     arguments: Sequence[object],
     after: Sequence[float] = (),
     number: int = signal.SIGKILL,
-    setup: Callable[[], None] | None = None,
     cwd: Path | None = None,
 ) -> Ended:
     """Run `iep-COMMAND` in the directory `cwd`, and send it the signal at each of the moments `after`.
 
-    Moments are in seconds from the command's start. The process calls `setup`, a function of a module's top level,
-    before the command.
+    Moments are in seconds from the command's start.
     """
     ready, sender = _context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r", errors="replace") as log:
-        given = (command, [*map(str, arguments)], setup, cwd or Path.cwd(), log.name, sender)
+        given = (command, [*map(str, arguments)], cwd or Path.cwd(), log.name, sender)
         process = _context.Process(target=_become, args=given)
         process.start()
         sender.close()  # so that a process that dies at once is noticed
@@ -152,9 +150,7 @@ def run(
         return Ended(process.exitcode, process.pid, signalled, seconds, log.read())
 
 
-def _become(
-    command: str, arguments: list[str], setup: Callable[[], None] | None, cwd: Path, log: str, ready: Connection
-) -> NoReturn:
+def _become(command: str, arguments: list[str], cwd: Path, log: str, ready: Connection) -> NoReturn:
     """Run the command in this process, which ends with it, without the seconds in which Python clears everything up."""
     from iep.runtime.signals import Stopped, handled
 
@@ -162,8 +158,6 @@ def _become(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.chdir(cwd)
-    if setup is not None:
-        setup()
     main = importlib.import_module(f"iep.cli.{command}").main
     code: object = 1
     try:

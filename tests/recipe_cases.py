@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ RARE_WORD = "thingamajig"
 def write_clevr(out: Path, cogent: str | None = None, seed: int = 0, **images: int) -> Path:
     """A directory in CLEVR's layout with so many images a split, two or three objects on each."""
     options = resolve("mini", {"min_objects": None, "max_objects": None, "cogent": cogent}, seed=seed, **images)
-    synthesize(out, options, workers=1, force=False, progress=lambda split, count: None)
+    synthesize(out, options)
     return out
 
 
@@ -61,19 +60,6 @@ def write_humans(out: Path, clevr: Path) -> Path:
 # Running a script
 
 
-def _be_killed() -> None:
-    """Kill the process when its third file has taken its place: in the midst of its work on any machine."""
-    replace, left = os.replace, [3]
-
-    def replace_and_die(*arguments: object) -> None:
-        replace(*arguments)
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    os.replace = replace_and_die
-
-
 COMMANDS = {"iep-train": "train", "iep-eval": "evaluate", "iep-preprocess": "preprocess", "iep-synth": "synth"}
 CLIENT = """#!{python} -IS
 import os, sys
@@ -95,12 +81,11 @@ class Recipes:
         self._bin = root / "bin"
         self._bin.mkdir()
         self._listener = Listener(str(root / "socket"), "AF_UNIX")
-        for name in COMMANDS:
-            client = self._bin / name
-            client.write_text(CLIENT.format(python=sys.executable, address=self._listener.address, name=name))
-            client.chmod(0o755)
-        (self._bin / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-        (self._bin / "python").chmod(0o755)
+        given = {"python": sys.executable, "address": self._listener.address}
+        files = {name: CLIENT.format(name=name, **given) for name in COMMANDS}
+        for name, text in (files | {"python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'}).items():
+            (self._bin / name).write_text(text)
+            (self._bin / name).chmod(0o755)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -111,16 +96,12 @@ class Recipes:
         self._thread.join()
         self._listener.close()
 
-    def run(
-        self, script: str, *arguments: object, code: int = 0, kill: int | None = None, **variables: object
-    ) -> tuple[str, list[list[str]]]:
+    def run(self, script: str, *arguments: object, code: int = 0, **variables: object) -> tuple[str, list[list[str]]]:
         """Run `scripts/SCRIPT` with arguments and environment `variables`, which must end with `code`.
 
-        `kill` says which of its commands, counted from 0, gets SIGKILL in the midst of its work. Returns what was
-        printed, and the commands that the script ran.
+        Returns what was printed, and the commands that the script ran.
         """
         self._commands: list[list[str]] = []
-        self._kill = kill
         path = {"PATH": f"{self._bin}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", SCRIPTS / script, *map(str, arguments)],
@@ -129,7 +110,6 @@ class Recipes:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=300,
-            check=False,
         )
         assert done.returncode == code, done.stdout
         return done.stdout, self._commands
@@ -140,7 +120,6 @@ class Recipes:
                 if (request := connection.recv()) is None:
                     return
                 name, arguments, cwd = request
-                setup = _be_killed if self._kill == len(self._commands) else None
                 self._commands.append([name, *arguments])
-                ended = run(COMMANDS[name], arguments, setup=setup, cwd=Path(cwd))
+                ended = run(COMMANDS[name], arguments, cwd=Path(cwd))
                 connection.send((ended.output, ended.returncode % 256))

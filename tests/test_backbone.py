@@ -2,14 +2,15 @@
 
 import json
 import math
+from functools import reduce
 from itertools import product
+from operator import getitem
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from evaluate_cases import iep_eval
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +59,10 @@ def run(clevr: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def iep_preprocess(*arguments: object) -> Result:
+    return CliRunner().invoke(preprocess_main, [*map(str, arguments)])
+
+
 def random_objects(seed: int, images: int = 3, most: int = 5) -> torch.Tensor:
     """(B, M, F) objects, some of them absent."""
     chance = torch.Generator().manual_seed(seed)
@@ -85,15 +90,10 @@ def loss_of_each_cell(scores: torch.Tensor, objects: torch.Tensor) -> torch.Tens
                     near[cell] = [column - cell_column - 0.5, row - cell_row - 0.5, *map(int, values)]
                     if not around:
                         centres.add(cell)
-    presence = scores.new_zeros(())
-    for image in range(count):
-        for row in range(height):
-            for column in range(width):
-                is_centre = (image, row, column) in centres
-                presence = presence - (8 if is_centre else 1) * F.logsigmoid(
-                    scores[image, 0, row, column] * (1 if is_centre else -1)
-                )
-    loss = presence / max(1, len(centres))
+    loss = scores.new_zeros(())
+    for cell in product(range(count), range(height), range(width)):
+        weight, sign = (8, 1) if cell in centres else (1, -1)
+        loss = loss - weight * F.logsigmoid(sign * scores[cell[0], 0, cell[1], cell[2]]) / max(1, len(centres))
     for (image, row, column), (right, down, *values) in near.items():
         cell = scores[image, :, row, column]
         terms = [(cell[1] - right).abs() / 2, (cell[2] - down).abs() / 2]
@@ -151,11 +151,11 @@ def test_objects_follow_the_pixels_of_a_changed_image(seed: int):
 def test_matches_are_those_of_the_nearest_pairs_first(seed: int):
     objects = random_objects(seed, images=1)[0]
     found = torch.rand(7, 6, generator=torch.Generator().manual_seed(seed))
+    there = [(j, thing) for j, thing in enumerate(objects.tolist()) if thing[0] >= 0]
     pairs = sorted(
-        (float(np.hypot(90 * (a[0] - b[0]), 60 * (a[1] - b[1]))), i, j)
+        (math.hypot(90 * (a[0] - b[0]), 60 * (a[1] - b[1])), i, j)
         for i, a in enumerate(found.tolist())
-        for j, b in enumerate(objects.tolist())
-        if b[0] >= 0
+        for j, b in there
     )
     expected: dict[int, int] = {}
     for distance, i, j in pairs:
@@ -175,12 +175,11 @@ def test_training_resumes_with_the_same_bits(clevr: Path, run: Path, tmp_path: P
 
 
 def test_features_of_two_backbones_in_one_directory_are_refused(clevr: Path, run: Path, tmp_path: Path):
-    for split, more in (("train", []), ("val", ["--weights", str(run / "step-4.pt")])):
-        options = [str(clevr), "--out", str(tmp_path), "--split", split, "--only", "features", "--backbone", "synth"]
-        assert CliRunner().invoke(preprocess_main, [*options, *more]).exit_code == 0
-    assert (
-        CliRunner().invoke(preprocess_main, [str(clevr), "--out", str(tmp_path), "--only", "questions"]).exit_code == 0
-    )
+    of_features = ("--only", "features", "--backbone", "synth", "--split")
+    ours = (*of_features, "val", "--weights", run / "step-4.pt")
+    for options in ((*of_features, "train"), ours, ("--only", "questions")):
+        result = iep_preprocess(clevr, "--out", tmp_path, *options)
+        assert result.exit_code == 0, result.output
     trained = iep_train("--model", "ee", "--data", tmp_path, "--out", tmp_path / "run", "iterations=1")
     assert_one_error(trained, "val_features.h5: computed differently from", "weights file ", "instead of file")
 
@@ -205,14 +204,6 @@ def scenes_of(clevr: Path, split: str) -> list[dict]:
     return json.loads(scenes_path(clevr, split).read_text())["scenes"]
 
 
-def with_scenes(clevr: Path, split: str, scenes: list[dict], out: Path) -> Path:
-    """The images of `clevr` with other scenes."""
-    (out / "images").symlink_to(clevr / "images")
-    (out / "scenes").mkdir()
-    scenes_path(out, split).write_text(json.dumps({"scenes": scenes}))
-    return out
-
-
 @pytest.mark.parametrize(
     ("keys", "value", "words"),
     [
@@ -224,12 +215,11 @@ def with_scenes(clevr: Path, split: str, scenes: list[dict], out: Path) -> Path:
 )
 def test_scenes_that_cannot_be_learnt_from(clevr: Path, tmp_path: Path, keys: tuple, value: object, words: str):
     scenes = scenes_of(clevr, "train")
-    holder = scenes[1]
-    for key in keys[:-1]:
-        holder = holder[key]
-    holder[keys[-1]] = value
-    changed = with_scenes(clevr, "train", scenes, tmp_path)
-    result = iep_train("--model", "backbone", "--data", changed, "--out", tmp_path / "run", *SMALL)
+    reduce(getitem, keys[:-1], scenes[1])[keys[-1]] = value
+    (tmp_path / "images").symlink_to(clevr / "images")
+    (tmp_path / "scenes").mkdir()
+    scenes_path(tmp_path, "train").write_text(json.dumps({"scenes": scenes}))
+    result = iep_train("--model", "backbone", "--data", tmp_path, "--out", tmp_path / "run", *SMALL)
     assert_one_error(result, words, str(tmp_path))
 
 
@@ -245,8 +235,8 @@ def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, k
     metadata = None if kwargs is None else {"iep": json.dumps(config)}
     save_file({"backbone.weight": torch.zeros(3)}, path := tmp_path / "other.safetensors", metadata)
     assert_one_error(iep_eval("--backbone", path, "--scenes", clevr), f"{path}: ", words)
-    options = [str(clevr), "--out", str(tmp_path / "out"), "--backbone", "synth", "--weights", str(path)]
-    assert_one_error(CliRunner().invoke(preprocess_main, options), f"{path}: ", words)
+    options = ("--out", tmp_path / "out", "--backbone", "synth", "--weights", path)
+    assert_one_error(iep_preprocess(clevr, *options), f"{path}: ", words)
     assert not (tmp_path / "out").exists(), "refused before the questions are encoded"
 
 

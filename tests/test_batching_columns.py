@@ -12,7 +12,7 @@ from torch import nn
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
 from iep.batching.placement import OpPlacement, make_placed_plan
-from iep.batching.plan import Read, Signature, Types, make_plan
+from iep.batching.plan import Types, make_plan
 from iep.batching.schedulers import SCHEDULERS, make_schedule
 
 
@@ -96,8 +96,6 @@ def typed(**changes):
 @pytest.mark.parametrize(
     ("graph", "types", "message"),
     [
-        (ONE, typed(signatures={}), "op 0 has no signature"),
-        (ONE, typed(signatures={LIFT: Signature((Read(0, field=1),))}), "op 0 reads a tensor that does not exist"),
         (ONE, typed(roots=((np.array([1, 1]), np.array([0, 1])),)), "root 0 reads tensors of several columns as one"),
         (
             Graph(2, np.array([LIFT, LIFT]), np.array([[0], [1]]), np.array([0, 0]), np.array([2])),

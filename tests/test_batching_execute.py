@@ -237,10 +237,10 @@ def test_a_module_that_changes_a_slice_of_its_column_in_place_is_an_error():
     ("rows", "modules", "inputs", "message"),
     [
         ([], {}, torch.zeros(0, 3), "no roots: an empty minibatch cannot be run"),
-        ([[LEAF]] * 2, MODULES, torch.zeros(3, 3), "3 inputs in column 0, expected 2"),
+        ([[LEAF]] * 2, MODULES, torch.zeros(3, 3), r"an input is \(3, 3\), expected \(2, 3\)"),
         ([[UNARY_A, LEAF]] * 2, {UNARY_A: lambda x: x[:1]}, torch.zeros(2, 3), r"op 6 returned \(1, 3\), expected \(2"),
         ([[UNARY_A, LEAF]], {UNARY_A: lambda x: (x, x)}, torch.zeros(1, 3), "op 6 returned 2 tensors, expected 1"),
-        ([[UNARY_A, LEAF]], {UNARY_A: lambda x: None}, torch.zeros(1, 3), "op 6 returned NoneType, expected a tensor"),
+        ([[UNARY_A, LEAF]], {UNARY_A: lambda x: None}, torch.zeros(1, 3), "op 6 returned NoneType, expected 1"),
         (
             [[UNARY_A, LEAF]],
             {UNARY_A: lambda x: x + 0.5},

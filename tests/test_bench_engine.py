@@ -68,7 +68,7 @@ COUNT = "count filter_color[red] scene"
         (["engine", "--batch-sizes", "1,a"], 2, ["'1,a', expected integers separated by commas, such as 1,16,64"]),
         (["plan", "--data", ".", "--questions-per-image", "2"], 2, ["cannot go together with --data"]),
         (["engine", "engine.module_dimm=4"], 1, ["engine.module_dimm", "did you mean 'module_dim'"]),
-        (["engine", "--batch-sizes", "2", "engine.stem=pixels", "--feature-shape", "5", "3", "3"], 1, ["5 channels"]),
+        (["engine", "--batch-sizes", "2", "engine.stem=none", "--feature-shape", "5", "3", "3"], 1, ["5 channels"]),
         (
             ["plan", "--program", COUNT, "--program", "count filter_colour[red]"],
             1,

@@ -109,7 +109,6 @@ NOT_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
         lambda path: (path.unlink(), path.mkdir()),
         "holds no checkpoint, expected best.pt, step-N.pt or",
     ),
-    (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
 ]
 
 

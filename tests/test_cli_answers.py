@@ -9,14 +9,12 @@ from pathlib import Path
 import h5py
 import pyarrow
 import pytest
-from click.testing import CliRunner, Result
+from evaluate_cases import evaluate, iep_eval
 from openpyxl import Workbook
 from pyarrow import parquet
 from tiny_data import assert_one_error
 
-from iep.cli.evaluate import main
 from iep.evaluation.answer_files import MISSING, UNREADABLE
-from iep.evaluation.json_report import Report, read_report
 
 TEXT = [
     {
@@ -27,17 +25,6 @@ TEXT = [
     {"question": "How many things are there?", "answer": "2", "program": [("scene", []), ("count", [0])]},
     {"question": "Are there any things?", "answer": "yes", "program": [("scene", []), ("exist", [0])]},
 ]
-
-
-def iep_eval(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(each) for each in arguments])
-
-
-def scored(tmp_path: Path, *arguments: object) -> tuple[Report, list[dict], str]:
-    result = iep_eval(*arguments, "--out", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
-    return read_report(tmp_path / "out" / "report.json"), rows, result.output
 
 
 @pytest.fixture
@@ -54,23 +41,24 @@ def questions(tmp_path: Path) -> Path:
 
 def test_the_answers_of_a_network_have_its_scores(data: Path, run: dict[str, Path], tmp_path: Path):
     given = ("--data", data, "--split", "val", "--num-samples", 6, "--skip-samples", 1)
-    networks, rows, _ = scored(tmp_path / "networks", "--ee", run["ee"], *given)
-    written = tmp_path / "networks" / "out"
+    networks, rows, _ = evaluate(tmp_path, "--ee", run["ee"], *given)
     columns = {key: [row[key] for row in rows] for key in ("question_index", "predicted_answer")}
-    parquet.write_table(pyarrow.table(columns), written / "answers.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "answers.parquet")
     for name in ("predictions.jsonl", "answers.json", "answers.txt", "answers.parquet"):
-        answers, found, _ = scored(tmp_path / name, "--answers", written / name, *given, "--against", "ee", written)
-        assert answers.accuracy == networks.accuracy
-        assert answers.questions_by_type == networks.questions_by_type
+        answers, found, _ = evaluate(
+            tmp_path / "out", "--answers", tmp_path / name, *given, "--against", "ee", tmp_path
+        )
+        assert [answers[key] for key in ("accuracy", "questions_by_type")] == [
+            networks[key] for key in ("accuracy", "questions_by_type")
+        ]
         assert [row["correct"] for row in found] == [row["correct"] for row in rows]
-        assert "probability" not in found[0]
 
 
 SAID = {10: "The thing is red.", 11: "There are 2 red things.", 12: "<think>yes?</think><answer>no</answer>"}
 
 
 def write_lines(path: Path, row: Callable[[int, str], dict]) -> None:
-    path.write_text("".join(json.dumps(row(index, said)) + "\n" for index, said in SAID.items()))
+    path.write_text("\ufeff" + "\n".join(json.dumps(row(index, said)) for index, said in SAID.items()))
 
 
 def server_response(said: str) -> dict:
@@ -93,35 +81,28 @@ def write_workbook(path: Path) -> None:
     workbook.save(path)
 
 
+LINES: dict[str, Callable[[int, str], dict]] = {
+    "of_llava": lambda index, said: {"question_id": f"val_{index}", "text": f"\u2028{said}"},
+    "samples_of_lmms_eval": lambda index, said: {"doc_id": index, "target": "?", "filtered_resps": [said]},
+    "batch_of_openai": lambda index, said: {"custom_id": f"request-{index}", "response": server_response(said)},
+    "completions_of_trl": lambda index, said: {
+        "question_index": index,
+        "answer": "?",
+        "completion": [{"role": "assistant", "content": said}],
+    },
+}
 ROWS: dict[str, Callable[[Path], object]] = {
+    **{f"{name}.jsonl": lambda path, row=row: write_lines(path, row) for name, row in LINES.items()},
     "in.txt": lambda path: path.write_text("Red\nThere are two.\n<answer>no</answer>\n"),
     "in.json": lambda path: path.write_text(json.dumps(["red", 2, False])),
     "by_index.json": lambda path: path.write_text(json.dumps({"12": "no", "10": "red", "11": "2"})),
-    "in.jsonl": lambda path: path.write_text(
-        '{"question_id": "12", "response": "no", "answer": "yes"}\n\n{"id": 10, "prediction": "red"}\n'
-        '{"question_index": 11, "output": "\\\\boxed{2}"}\n'
-    ),
-    "of_llava.jsonl": lambda path: path.write_text(
-        '\ufeff{"question_id": "val_10", "text": "red"}\n{"question_id": "val_11", "text": "\u2028 2"}\n'
-        '{"question_id": "val_12", "text": "no"}\n'
-    ),
-    "samples_of_lmms_eval.jsonl": lambda path: write_lines(
-        path, lambda index, said: {"doc_id": index, "target": "?", "resps": [[said]], "filtered_resps": [said]}
+    "of_r1_v.json": lambda path: path.write_text(
+        json.dumps({"results": [{"ground_truth": "?", "model_output": said} for said in SAID.values()]})
     ),
     "of_vlmevalkit.xlsx": write_workbook,
     "of_vlmevalkit.tsv": lambda path: write_table(
         path, "\t", *({"index": index, "image": "x" * 200_000, "prediction": said} for index, said in SAID.items())
     ),
-    "batch_of_openai.jsonl": lambda path: write_lines(
-        path, lambda index, said: {"custom_id": f"request-{index}", "id": "x", "response": server_response(said)}
-    ),
-    "completions_of_trl.jsonl": lambda path: write_lines(
-        path, lambda index, said: {"question_index": index, "completion": [{"role": "assistant", "content": said}]}
-    ),
-    "of_r1_v.json": lambda path: path.write_text(
-        json.dumps({"results": [{"ground_truth": "?", "model_output": said} for said in SAID.values()]})
-    ),
-    "in.csv": lambda path: write_table(path, ",", *({"id": index, "response": said} for index, said in SAID.items())),
     "of_excel.csv": lambda path: write_table(
         path, ";", *({"ID": index, "Said, why": "", "Response": said} for index, said in SAID.items())
     ),
@@ -131,23 +112,22 @@ ROWS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_answers_are_read_in_every_format_and_scored_on_a_question_file(questions: Path, tmp_path: Path, name: str):
     ROWS[name](tmp_path / name)
-    report, rows, _ = scored(tmp_path, "--answers", tmp_path / name, "--questions", questions)
+    report, rows, _ = evaluate(tmp_path, "--answers", tmp_path / name, "--questions", questions)
     assert [row["predicted_answer"] for row in rows] == ["red", "2", "no"]
-    assert report.accuracy.by_type == {"exist": 0.0, "count": 1.0, "query: color": 1.0}
-    assert report.accuracy.overall == pytest.approx(2 / 3)
+    assert report["accuracy"]["by_type"] == {"exist": 0.0, "count": 1.0, "query: color": 1.0}
+    assert report["accuracy"]["overall"] == pytest.approx(2 / 3)
 
 
 def test_missing_and_unreadable_answers_are_wrong_counted_and_listed(questions: Path, tmp_path: Path):
     answers = tmp_path / "in.jsonl"
     answers.write_text('{"question_index": 10, "response": null}\n{"question_index": 12, "response": "yes"}\n')
-    report = ("--report", tmp_path / "page")
-    found, rows, output = scored(tmp_path, "--answers", answers, "--questions", questions, *report)
+    given = ("--answers", answers, "--questions", questions, "--report", tmp_path)
+    found, rows, output = evaluate(tmp_path, *given)
     assert [row["predicted_answer"] for row in rows] == [UNREADABLE, MISSING, "yes"]
-    assert found.accuracy.overall == pytest.approx(1 / 3)
+    assert found["accuracy"]["overall"] == pytest.approx(1 / 3)
     assert "1 of 3 responses have no readable answer: 10: ''" in output
     assert "no answer to 1 of 3 questions, the first with index 11; 50.0% of the others are right" in output
-    page = (tmp_path / "page" / "report.html").read_text()
-    assert UNREADABLE in page
+    assert UNREADABLE in (page := (tmp_path / "report.html").read_text())
     assert "None%" not in page
 
 
@@ -161,23 +141,21 @@ def test_answers_that_are_all_right_beside_an_unread_column_are_named(
     assert ("every answer is right. Answers were read from 'answer', and not from my_model;" in output) == is_named
 
 
-def test_answers_that_are_not_in_the_vocabulary_are_scored_on_preprocessed_data(data: Path, tmp_path: Path):
+@pytest.mark.parametrize("count", [1, None], ids=["one", "all"])
+def test_answers_that_are_not_in_the_vocabulary_are_scored_on_preprocessed_data(data: Path, tmp_path: Path, count):
     with h5py.File(data / "val_questions.h5") as file:
         rows = [{"question_index": int(index), "response": "7"} for index in file["orig_idxs"]]
-    (tmp_path / "all.json").write_text(json.dumps(rows))
-    (tmp_path / "one.json").write_text(json.dumps(rows[:1]))
-    for name in ("all.json", "one.json"):
-        given = ("--data", data, "--split", "val", "--against", "the same", tmp_path / name)
-        found, _, _ = scored(tmp_path, "--answers", tmp_path / name, *given)
-        assert found.accuracy.overall == 0
-        assert "most_common" in found.baselines
+    (path := tmp_path / "answers.json").write_text(json.dumps(rows[:count]))
+    found, _, _ = evaluate(tmp_path, "--answers", path, "--data", data, "--split", "val", "--against", "the same", path)
+    assert found["accuracy"]["overall"] == 0
+    assert "most_common" in found["baselines"]
 
 
 @pytest.mark.parametrize("name", ["in.txt", "by_index.json"])
 def test_answers_to_all_questions_are_scored_on_some(questions: Path, tmp_path: Path, name: str):
     ROWS[name](tmp_path / name)
     some = ("--skip-samples", 1, "--num-samples", 1)
-    _, rows, output = scored(tmp_path, "--answers", tmp_path / name, "--questions", questions, *some)
+    _, rows, output = evaluate(tmp_path, "--answers", tmp_path / name, "--questions", questions, *some)
     assert [row["predicted_answer"] for row in rows] == ["2"]
     assert "no answer" not in output
 

@@ -1,4 +1,7 @@
-"""The baselines by the commands: trained, started from one another, evaluated, and what is refused."""
+"""The baselines by the commands: trained, started from one another, evaluated, and what is refused.
+
+test_original_checkpoints.py compares their logits and gradients with a second implementation.
+"""
 
 import shutil
 from pathlib import Path
@@ -6,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from evaluate_cases import iep_eval
+from sequence_cases import QUESTIONS, pad_rows
 from tiny_data import CHANNELS, GRID, assert_one_error, features, newest, tiny, write_h5
+from torch import nn
 from train_cases import iep_train
 
 from iep.config import BASELINES
-from iep.models.build import NETWORKS
+from iep.models.build import NETWORKS, build
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -27,37 +32,31 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.mark.parametrize("model", BASELINES)
-def test_training_starts_from_a_trained_one_and_takes_its_settings(data, trained, tmp_path: Path, model: str):
-    name = NETWORKS[model][0]
-    given = ("--model", model, "--data", data, "--baseline", trained[model], "--out", tmp_path / "run")
-    result = iep_train(*given, "device=cpu", "workers=0", "iterations=1", "learning_rate=0")
+def test_training_starts_from_a_trained_one_of_its_kind_and_takes_its_settings(data, trained, tmp_path: Path, model):
+    name, given = NETWORKS[model][0], ("--model", model, "--data", data, "--baseline")
+    small = ("device=cpu", "workers=0", "iterations=1", "learning_rate=0")
+    result = iep_train(*given, trained[model], "--out", tmp_path / "run", *small)
     assert result.exit_code == 0, result.output
     start, held = load_checkpoint(trained[model]), load_checkpoint(newest(tmp_path / "run"))
     for key, value in start["networks"][name]["weights"].items():
         assert torch.equal(held["networks"][name]["weights"][key], value), key
     assert held["config"][name] == start["config"][name]
-    other = iep_train(*given[:-1], tmp_path / "other", f"{name}.hidden_dim=11")
-    assert_one_error(other, f"{trained[model]}: was trained with {name}.hidden_dim 10, cannot start with 11")
+    wider = iep_train(*given, trained[model], "--out", tmp_path / "other", f"{name}.hidden_dim=11")
+    assert_one_error(wider, f"{trained[model]}: was trained with {name}.hidden_dim 10, cannot start with 11")
+    other = next(trained[each] for each in BASELINES if each != model)
+    assert_one_error(
+        iep_train(*given, other, "--out", tmp_path / "other"), f"{other}: holds a", "expected a checkpoint"
+    )
     assert not (tmp_path / "other").exists()
-
-
-def test_a_start_of_another_kind_is_named(data: Path, trained, run, tmp_path: Path):
-    given = ("--model", "cnn-lstm-sa", "--data", data, "--out", tmp_path / "run", "--baseline")
-    expected = "expected a checkpoint with a CNN+LSTM+SA"
-    assert_one_error(iep_train(*given, trained["cnn-lstm"]), f"{trained['cnn-lstm']}: holds a CNN+LSTM, {expected}")
-    assert_one_error(iep_train(*given, run["pg"]), f"{run['pg']}: holds a program generator, {expected}")
 
 
 def test_features_are_those_that_a_baseline_was_made_for(data: Path, trained, tmp_path: Path):
     other = Path(shutil.copytree(data, tmp_path / "data"))
-    wider = features(1, grid=GRID + 1)
-    path = write_h5(other / "val_features.h5", {"features": wider})
+    path = write_h5(other / "val_features.h5", {"features": features(1, grid=GRID + 1)})
     found = f"{path}: features are ({CHANNELS}, {GRID + 1}, {GRID + 1}) an image, but the"
     result = iep_eval("--baseline", trained["cnn-lstm"], "--data", other)
     assert_one_error(result, f"{found} CNN+LSTM is made for ({CHANNELS}, {GRID}, {GRID})")
     assert iep_eval("--baseline", trained["cnn-lstm-sa"], "--data", other).exit_code == 0  # attention has no fixed grid
-    assert iep_eval("--baseline", trained["lstm"], "--data", other).exit_code == 0
-
     write_h5(path, {"features": features(1, channels=CHANNELS + 1)})
     result = iep_eval("--baseline", trained["cnn-lstm-sa"], "--data", other)
     assert_one_error(result, f"but the CNN+LSTM+SA is made for ({CHANNELS},)")
@@ -83,3 +82,27 @@ def test_a_run_of_an_earlier_version_is_resumed(data: Path, trained, tmp_path: P
     old, new = (load_checkpoint(tmp_path / out / "step-33.pt")["networks"]["lstm"] for out in ("old", "new"))
     for key, value in new["weights"].items():
         assert torch.equal(old["weights"][key], value), key
+
+
+CNN = {"num_question_tokens": 9, "num_answers": 4, "feature_dim": 3, "feature_height": 5, "feature_width": 4}
+
+
+def test_the_classifiers_batch_norm_is_over_questions_and_that_of_residual_blocks_over_images():
+    network, rows = build("cnn_lstm", CNN | {"cnn_res_blocks": 1, "classifier_norm": True, "classifier_dims": ()}), []
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            layer.register_forward_hook(lambda _, given, __: rows.append(len(given[0])))
+    network(pad_rows(QUESTIONS), torch.randn(3, 3, 5, 4), [1, 0, 1, 2, 1, 0, 2])
+    assert sorted(rows) == [3, 3, len(QUESTIONS)]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"cnn_pooling": "maxpool4"}, "cnn_pooling is 'maxpool4', expected one of maxpool2, none"),
+        ({"feature_height": 1}, "cnn_pooling maxpool2 leaves nothing of a grid of 1x4"),
+    ],
+)
+def test_a_cnn_that_cannot_be_is_refused(options: dict, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        build("cnn_lstm", CNN | options)

@@ -5,23 +5,17 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 from clevr_files import question, write_clevr, write_questions
 from click.testing import CliRunner, Result
 from PIL import Image
-from pycocotools import mask as coco
 from tiny_data import assert_one_error
 
 from iep.cli.export import main
 from iep.reward import clevr_reward
-from iep.synth.annotations import annotate, estimated_box
-from iep.synth.renderer import visible_share
-from iep.synth.scenes import SceneRules, sample_scene, scene_json
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported
 from datasets import Dataset, load_dataset
@@ -114,28 +108,6 @@ def test_rows_have_the_steps_of_their_programs_and_prompts_ask_for_a_thought(for
         assert "<think> </think>" in (row.get("prompt") or row["messages"])[0]["content"]
 
 
-def test_types_and_answers_are_as_balanced_as_the_data_allow(tmp_path: Path):
-    everything = read(exported(SAMPLE, "hf", tmp_path / "all"), "train", tmp_path)
-    there = Counter(zip(everything["question_type"], everything["answer"], strict=True))
-    chosen = read(exported(SAMPLE, "hf", tmp_path / "some", "--per-type", 7), "train", tmp_path)
-    taken = Counter(zip(chosen["question_type"], chosen["answer"], strict=True))
-    by_type = Counter(chosen["question_type"])
-    for kind, number in Counter(everything["question_type"]).items():
-        assert by_type[kind] == min(number, 7)
-        most = max(count for (other, _), count in taken.items() if other == kind)
-        for (other, answer), number in there.items():
-            assert other != kind or taken[kind, answer] >= min(number, most - 1)
-
-
-def test_the_split_the_seed_and_the_greatest_length_determine_the_choice(tmp_path: Path):
-    options = ("--per-type", 3, "--split", "train", "--max-length", 8, "--seed")
-    outs = [exported(SAMPLE, "llava", tmp_path / str(n), *options, seed) for n, seed in enumerate((0, 0, 1))]
-    first, again, other = ((out / "train.json").read_text() for out in outs)
-    assert first == again != other
-    assert max(row["program_length"] for row in json.loads(first)) == 8
-    assert not (outs[0] / "val.json").exists()
-
-
 def test_questions_of_closure_are_about_the_images_of_a_split(clevr: Path, tmp_path: Path):
     shutil.copy(clevr / "questions" / "CLEVR_val_questions.json", clevr / "or_mat_val.json")
     rows = json.loads(
@@ -154,38 +126,6 @@ def test_equal_questions_about_one_image_are_written_once_and_splits_share_no_im
     assert set(train["solution"]) == {"<answer>yes</answer>"}, "the public generator's true is CLEVR's yes"
     assert not {path for (path,) in train["images"]} & {path for (path,) in val["images"]}
     assert not list(out.glob("test*")), "the test split has no answers"
-
-
-def test_nscl_finds_a_box_around_every_object_and_every_word(tmp_path: Path):
-    out = exported(SAMPLE, "nscl", tmp_path / "out", "--per-type", 5)
-    for split in ("train", "val"):
-        scenes = entries(out / split / "scenes.json", "scenes")
-        vocab = json.loads((out / split / "vocab.json").read_text())
-        assert sorted(vocab.values()) == list(range(len(vocab)))
-        assert vocab["<PAD>"] == 0
-        for scene in scenes:
-            width, height = Image.open(out / split / "images" / scene["image_filename"]).size
-            for thing, found in zip(scene["objects"], scene["objects_detection"], strict=True):
-                x, y, across, down = coco.toBbox(found["mask"])  # as nscl/datasets/common/scene_annotation.py does
-                assert [x, y, across, down] == found["bbox"]
-                column, row, _ = thing["pixel_coords"]
-                assert 0 <= x < column < x + across <= width
-                assert 0 <= y < row < y + down <= height
-        for asked in entries(out / split / "questions.json", "questions"):
-            assert scenes[asked["image_index"]]["image_filename"] == asked["image_filename"]
-            assert {*asked["question"].removesuffix("?").replace(";", " ;").replace(",", " ,").split()} <= {*vocab}
-
-
-def test_estimated_boxes_lie_where_objects_are_seen():
-    overlaps = []
-    for seed in range(6):
-        scene = sample_scene(Random(seed), SceneRules(max_objects=4), visible_share)
-        entry = scene_json(scene, seed, "val", 240, 160)
-        annotate(scene, entry["objects"], 240, 160)
-        for thing in entry["objects"]:
-            box = estimated_box(thing, entry["directions"]["behind"], 240, 160)
-            overlaps.append(coco.iou([box], [thing["bbox"]], [0])[0, 0])
-    assert np.mean(overlaps) > 0.85
 
 
 # What cannot be exported
@@ -215,11 +155,9 @@ def without(key: str) -> dict:
     [
         ([question(0, 0, "val"), without("answer")], (), "question 1: 'answer' is None, expected a string"),
         ([question(0, 9, "val")], (), "question 0: is about image 9, but there are 3 images (0 to 2)"),
-        ([without("program")], ("--per-type", 1), "no questions have programs, which give types and lengths"),
-        ([question(0, 0, "val")], ("--max-length", 2), "no question has a program of at most 2 functions"),
         ([question(0, 0, "val")], ("--split", "test"), "the questions have no answers, which an export needs"),
         ([question(0, 0, "val")], ("--split", "nowhere"), "no questions of split 'nowhere' (found: train, val, test)"),
-        ([question(0, 0, "val")], ("--format", "nscl"), "CLEVR_val_scenes.json: no such file"),
+        ([question(0, 0, "val")], ("--trace",), "CLEVR_val_scenes.json: no such file"),
     ],
 )
 def test_questions_that_cannot_be_exported_are_one_line(clevr: Path, tmp_path: Path, asked, options, message):
@@ -228,19 +166,18 @@ def test_questions_that_cannot_be_exported_are_one_line(clevr: Path, tmp_path: P
     assert_one_error(result, message)
 
 
-@pytest.mark.parametrize(
-    ("scenes", "form", "message"),
-    [
-        ([{"objects": []}], "trl", "image 1 has no scene"),
-        ([{"objects": [{}], "directions": {"behind": [1, 0, 0]}}] * 3, "nscl", "not a CLEVR scenes file (KeyError"),
-    ],
-)
-def test_scenes_that_do_not_fit_are_one_line(clevr: Path, tmp_path: Path, scenes: list, form: str, message: str):
+def test_a_question_without_a_program_or_a_scene_that_it_runs_on_has_no_trace(clevr: Path, tmp_path: Path):
     path = clevr / "scenes" / "CLEVR_val_scenes.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({"scenes": scenes}))
-    result = iep_export(clevr, "--format", form, "--split", "val", "--out", tmp_path / "out")
-    assert_one_error(result, str(path), message)
+    for asked, scenes, message in (
+        (question(0, 0, "val"), [{}], "image 1 has no scene"),
+        (question(0, 0, "val"), [{}] * 3, "its program does not run on the scene of image 0 (KeyError"),
+        (without("program"), [{}] * 3, "question 0: has no program, from which a trace is made"),
+    ):
+        write_questions(clevr, "val", [asked])
+        path.write_text(json.dumps({"scenes": scenes}))
+        result = iep_export(clevr, "--format", "trl", "--split", "val", "--out", tmp_path / "out", "--trace")
+        assert_one_error(result, str(clevr), message)
 
 
 def test_a_directory_is_written_if_it_is_empty(tmp_path: Path):

@@ -10,7 +10,7 @@ from batching_cases import assert_same
 from device_cases import HAS_TRITON, ONE_GPU, TWO_GPUS
 from engine_cases import small_engine
 from evaluate_cases import iep_eval
-from tiny_data import VOCAB, assert_one_error, newest, tiny
+from tiny_data import assert_one_error, newest, tiny
 from train_cases import iep_train, rows, weights
 
 from iep.config import read_config
@@ -55,18 +55,10 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("placement", ["round-robin", "balanced"])
 def test_training_on_several_devices_is_training_on_one(data, alone, devices, placement, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    train(tmp_path / "run", "--model", "ee", "--data", data, "--placement", placement, "--devices", devices)
+    given = ("--placement", placement, "--devices", devices, "workers=1")
+    text = train(tmp_path / "run", "--model", "ee", "--data", data, *given)
+    assert text.count(f"placement {placement}:") == 1
     assert_same_run(tmp_path / "run", alone)
-
-
-def test_the_placement_is_printed_once_and_written_to_a_file_that_gives_it_again(data, tmp_path) -> None:
-    given, kept = ("--model", "ee", "--data", data, "workers=1"), tmp_path / "run" / "placement.yaml"
-    text = train(tmp_path / "run", *given, *PLACED)
-    assert text.count("placement balanced:") == 1
-    assert tuple(yaml.safe_load(kept.read_text())) == ("stem", *VOCAB.program[2:], "classifier")
-    train(tmp_path / "again", *given, "--placement", kept, "--devices", "cpu,cpu")
-    assert (tmp_path / "again" / "placement.yaml").read_text() == kept.read_text()
-    assert_same_run(tmp_path / "again", tmp_path / "run", 0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from iep.config import (
     to_dict,
     to_yaml,
 )
-from iep.errors import InputError
 from iep.models.build import NETWORKS
 
 
@@ -45,19 +44,18 @@ def test_nested_settings_change_what_they_name_and_nothing_beside_it(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("assignment", "key", "value"),
+    ("assignment", "value"),
     [
-        ("learning_rate=1e-4", "learning_rate", 1e-4),
-        ("learning_rate=null", "learning_rate", None),
-        ("curriculum=[[0, 4], [100, 30]]", "curriculum", ((0, 4), (100, 30))),
-        ("num_val_samples=null", "num_val_samples", None),
-        ("data=a=b", "data", "a=b"),
-        ("freeze=rnn, cnn", "freeze", ("rnn", "cnn")),
-        ("freeze=[rnn, cnn]", "freeze", ("rnn", "cnn")),
+        ("learning_rate=1e-4", 1e-4),
+        ("learning_rate=null", None),
+        ("curriculum=[[0, 4], [100, 30]]", ((0, 4), (100, 30))),
+        ("data=a=b", "a=b"),
+        ("freeze=rnn, cnn", ("rnn", "cnn")),
+        ("freeze=[rnn, cnn]", ("rnn", "cnn")),
     ],
 )
-def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str, value: object):
-    read = getattr(read_config(None, [assignment]), key)
+def test_assignments_are_read_as_the_type_of_their_key(assignment: str, value: object):
+    read = getattr(read_config(None, [assignment]), assignment.partition("=")[0])
     assert (read, type(read)) == (value, type(value))
 
 
@@ -68,9 +66,7 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("modules=tbd", "unknown key 'modules'; did you mean 'engine.modules'?"),
         ("batch_size=many", "batch_size is 'many', expected a whole number"),
         ("learning_rate=-1", "learning_rate is -1.0, expected at least 0"),
-        ("engine.stem_widths=[16, 0]", "engine.stem_widths is 0, expected at least 1"),
         ("engine.stem_widths=16", "engine.stem_widths is 16, expected a list, each item a whole number"),
-        ("curriculum=[[0, 4, 5]]", "curriculum is [0, 4, 5], expected (a whole number, a whole number)"),
         ("backbone.image_size=[64]", "backbone.image_size is [64], expected (a whole number, a whole number)"),
         ("engine=3", "engine is 3, expected a mapping of settings"),
         ("seed=2020-13-45", "not YAML"),
@@ -85,16 +81,13 @@ def test_a_bad_assignment_is_named_with_what_was_expected(assignment: str, probl
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "no such file"),
         ("engine: {module_dim: 0}", "engine.module_dim is 0, expected at least 1"),
         ("- a\n- b", "expected a YAML mapping of settings, found list"),
         ("a: [1\nb: 2", "not YAML"),
     ],
 )
 def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path: Path, text: str, problem: str):
-    file = tmp_path / "run.yaml"
-    if text is not None:
-        file.write_text(text)
+    file = write(tmp_path / "run.yaml", text)
     with refused(f"{file}: ", problem):
         read_config(file)
 
@@ -112,9 +105,12 @@ CHANGED = Config(
 
 
 def test_settings_that_an_earlier_version_saved_are_read_as_todays():
-    """Runs of earlier versions may have the setting `replicas`, and other names of the execution `calls`."""
-    for former in ({"replicas": [], "execution": "auto"}, {"execution": "grouped"}, {"temperature": 2.0}):
+    """Runs of earlier versions may have settings that were dropped, and other names of the execution `calls`."""
+    engine = {"stem": "conv", "stem_pixels": 1}
+    for former in ({"replicas": [], "execution": "auto"}, {"execution": "grouped", "engine": engine}):
         assert saved_config({"model": "ee", **former}, "config.yaml") == Config(model="ee")
+    with refused("config.yaml: ", "engine.stem is 'pixels', expected one of conv, none"):
+        saved_config({"engine": {"stem": "pixels", "stem_pixels": 4}}, "config.yaml")
     with refused("config.yaml: ", "unknown key 'replicas'"):
         saved_config({"replicas": ["stem=2"]}, "config.yaml")
 
@@ -141,7 +137,7 @@ def test_a_config_of_the_package_is_found_by_its_name_anywhere(tmp_path: Path, m
     (tmp_path / "mini" / "pg").mkdir(parents=True)  # a run, say
     expected = next(read_config(recipe) for recipe in RECIPES if recipe.match("mini/pg.yaml"))
     assert read_config(Path("mini/pg")) == read_config(Path("mini/pg.yaml")) == expected
-    with pytest.raises(InputError, match=r"nor the name of a config of this package; did you mean 'clevr/joint'"):
+    with refused("", "nor the name of a config of this package; did you mean 'clevr/joint'"):
         read_config(Path("clevr/joimt"))
 
 
@@ -163,6 +159,5 @@ def test_a_model_uses_its_own_settings_and_is_refused_all_others(model: str):
     check_used(Config(model=model), used)
     unused = every.keys() - used.keys() - set(PLACES)
     assert unused
-    with pytest.raises(InputError, match=f"which training {model} does not use") as caught:
+    with refused("", f"which training {model} does not use", *(f"{name} is " for name in unused)):
         check_used(Config(model=model), unused)
-    assert all(f"{name} is " in str(caught.value) for name in unused)

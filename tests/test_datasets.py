@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from clevr_files import write_clevr
-from features_cases import run
+from features_cases import SMALL, run
 from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, arrays, features, open_train, refused, write_data, write_h5
 
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches, training_batches
@@ -22,8 +22,8 @@ from iep.data.ordering import make_order
 from iep.data.question_file import read_questions, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import make_module_set
-from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
+from iep.execution_engine.roles import roles_of
 from iep.runtime.files import row_checksums
 from iep.vocab import NULL, Vocab
 
@@ -135,16 +135,6 @@ def test_workers_give_the_batches_and_plans_of_the_process_itself_and_draw_no_nu
     assert torch.equal(torch.get_rng_state(), before)  # training uses this generator
 
 
-def test_by_image_the_questions_of_an_image_meet_and_every_example_comes_once(data: Path):
-    dataset = open_train(data)
-    batches = list(sequential_batches(dataset, 8, by_image=True))
-    index = torch.cat([batch.index for batch in batches])
-    assert dataset.questions.image_idxs[index].tolist() == sorted(dataset.questions.image_idxs.tolist())
-    assert sorted(index.tolist()) == list(range(TRAIN))
-    plain = list(sequential_batches(dataset, 8))
-    assert sum(len(batch.features) for batch in batches) < sum(len(batch.features) for batch in plain)
-
-
 @pytest.mark.parametrize(("batch_size", "sizes"), [(16, [16, 16, 7]), (100, [39])])
 def test_sequential_batches_hold_every_example_once_in_order(data: Path, batch_size: int, sizes: list[int]):
     batches = sequential_batches(open_train(data), batch_size)
@@ -170,7 +160,6 @@ NOT_WHOLE = "not a whole HDF5 file"
 UNREADABLE = [
     *((cut(share), NOT_WHOLE) for share in (0.0, 0.9)),
     (Path.unlink, "no such file, expected a whole HDF5 file of iep-preprocess"),
-    (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
 ]
 QUESTIONS: list[tuple[dict, str]] = [
     ({"questions": None}, "has no dataset 'questions'"),
@@ -219,7 +208,7 @@ def test_features_that_cannot_be_read_are_named_with_their_row(damaged: Path, wo
 
 
 def preprocess(clevr: Path, out: Path, *more: str, code: int = 0) -> str:
-    flags = ("--backbone", "patches", "--patch-size", 1, "--dtype", "float16")
+    flags = (*SMALL, "--dtype", "float16")
     return run(clevr, "--out", out, "--split", "train", *flags, *more, only=None, code=code)
 
 

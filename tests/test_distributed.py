@@ -1,8 +1,5 @@
 """Processes of one group: their collectives."""
 
-import os
-
-import pytest
 import torch
 from processes import together
 
@@ -30,16 +27,3 @@ def test_collectives_exchange_values_between_processes():
     first, second = together(_exchange)
     assert first == (2, True, [{"rank": 0}, {"rank": 1}], "from 0", [1.0, 20.0])
     assert second == (2, False, None, "from 0", [1.0, 20.0])
-
-
-def _end_early() -> None:
-    if distributed.rank() == 1:
-        os._exit(0)
-    distributed.barrier()
-
-
-def test_a_process_whose_peer_has_ended_says_so():
-    with pytest.raises(
-        AssertionError, match="process 0 of 2: stopped, probably because another process of the job ended"
-    ):
-        together(_end_early)

@@ -17,6 +17,7 @@ from engine_cases import (
     FULL_SIZE,
     INDEX,
     MANY_BL,
+    ONE_KIND,
     PROGRAMS_BL,
     TOKENS,
     features,
@@ -35,7 +36,7 @@ from iep.batching.execute import execute
 from iep.batching.schedulers import SCHEDULERS
 from iep.bench.show_plans import rows_copied
 from iep.data.datasets import Batch
-from iep.execution_engine.program_graph import types_of
+from iep.execution_engine.roles import types_of
 from iep.models.build import build
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
@@ -155,7 +156,7 @@ def test_the_default_engine_at_full_size_matches_the_reference_in_both_memory_fo
         assert_same(actual, expected, 1e-4)
 
 
-@pytest.mark.parametrize("devices", [("cpu",), *DEVICE_LISTS])
+@pytest.mark.parametrize("devices", [("cpu",), *ONE_KIND])
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("defer", [False, True])
 def test_in_bfloat16_all_devices_compute_in_it_and_match_the_reference_to_its_precision(name, defer, devices):
@@ -185,8 +186,7 @@ def test_a_value_is_copied_once_to_each_other_device_that_reads_it(name, sharing
     plan = placed.plan(MANY_BL, sharing=sharing)
     graph, parts, types = plan.graph, placed.placement.parts, types_of(plan.graph, plan.roles, 0)
     names = [plan.program_tokens[op] for op in graph.op.tolist()]
-    inputs = [0] * graph.num_inputs if types is None else types.inputs.tolist()
-    columns = [*inputs, *(plan.roles[op].result for op in graph.op)]
+    columns = [*types.inputs.tolist(), *(plan.roles[op].result for op in graph.op)]
     position = [*[parts["stem"]] * graph.num_inputs, *(parts[name] for name in names)]
     reads = {(slot, parts[name]) for name, slots in zip(names, graph.args.tolist(), strict=True) for slot in slots}
     reads |= {(slot, parts["classifier"]) for slot in graph.roots.tolist()}
@@ -296,14 +296,11 @@ def test_weights_begin_kaiming_normal():
 # Errors
 
 
-PIXELS = {"stem": "pixels", "feature_dim": 192}
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"modules": "film"}, "modules is 'film', expected one of iep, tbd, pooled, vector"),
-        (PIXELS, "make 2 convolutions, expected at least 3 to halve patches of 8"),
+        ({"stem": "pixels", "stem_pixels": 4}, "stem is 'pixels', expected one of conv, none"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
         ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
         ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one position, and the grid is 1x1"),

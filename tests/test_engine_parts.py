@@ -10,7 +10,6 @@ from engine_cases import PROGRAMS_BL, any_programs, draw_norms, features
 from engine_cases import small_engine as make_engine
 from hypothesis import given, settings
 from torch import nn
-from torch.nn import functional
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.execution_engine.modules import ExampleNorm
@@ -104,40 +103,26 @@ def test_example_norm_is_batch_norm_of_each_row_however_maps_and_gradients_lie_i
 
 # Stems and classifiers
 
-OPTIONS = {"stride": 1, "norm": False, "bias": False, "pixels": 1}
 POOLED = {"pool_rest": True, "norm": False, "dropout": 0.0}
 
 
+def test_only_the_last_convolution_of_a_stem_has_a_stride():
+    stem = make_stem("conv", 6, (5,), 24, stride=2, norm=False, bias=False)
+    x_BCHW = torch.rand(2, 6, 14, 14)
+    assert stem(x_BCHW).shape == (2, 24, 7, 7)
+    assert stem[:2](x_BCHW).shape == (2, 5, 14, 14)
+
+
 @pytest.mark.parametrize(
-    ("kind", "channels", "widths", "options", "grid"),
+    "options",
     [
-        ("pixels", 192, (16, 32, 48), {"norm": True, "stride": 2}, 7),
-        ("pixels", 12, (), {"norm": True}, 14),
-        ("conv", 6, (5,), {"stride": 2}, 7),
+        *({"stem_stride": stride, "stem_widths": (3, 5), "stem_norm": True} for stride in (1, 2)),
+        {"stem": "none", "module_dim": 12},
     ],
+    ids=["stride 1", "stride 2", "none"],
 )
-def test_a_stem_brings_features_down_to_the_working_grid(kind, channels, widths, options, grid):
-    stem = make_stem(kind, channels, widths, 24, **OPTIONS | options)
-    x_BCHW = torch.rand(2, channels, 14, 14)
-    assert stem(x_BCHW).shape == (2, 24, grid, grid)
-    if kind == "conv":
-        assert stem[:2](x_BCHW).shape == (2, 5, 14, 14), "only the last convolution has a stride"
-
-
-def test_the_pixel_stem_sees_the_picture_that_was_cut_into_patches():
-    image_B3HW = torch.rand(2, 3, 56, 56)
-    stem = make_stem("pixels", 48, (8,), 6, **OPTIONS)
-    patches_BCHW = functional.pixel_unshuffle(image_B3HW, 4)
-    assert stem(patches_BCHW).equal(stem[1:](image_B3HW))
-    assert stem[0](patches_BCHW).equal(image_B3HW)
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("kind", ["conv", "pixels", "none"])
-def test_an_engine_with_each_stem_matches_the_reference_while_it_normalises(kind, stride):
-    options = {"stem": kind, "stem_stride": stride, "stem_widths": (3, 5), "stem_norm": True, "feature_dim": 12}
-    none = {"stem": kind, "module_dim": 12, "feature_dim": 12}
-    engine = small_engine(**(none if kind == "none" else options))
+def test_an_engine_with_each_stem_matches_the_reference_while_it_normalises(options):
+    engine = small_engine(**options, feature_dim=12)
     x_BCHW = torch.randn(len(PROGRAMS_BL), 12, 3, 4, dtype=torch.float64)
     expected = results(lambda x: engine.reference(x, PROGRAMS_BL), engine, x_BCHW)
     assert_all_close(results(lambda x: engine(x, engine.plan(PROGRAMS_BL)), engine, x_BCHW), expected)

@@ -12,10 +12,6 @@ def output_of(name: str, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_every_example_is_run_here():
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == ["lazy_scope.py", "vertex_functions.py"]
-
-
 def test_vertex_functions_learn_the_values_of_expressions_in_few_calls(capsys):
     lines = output_of("vertex_functions.py", capsys).splitlines()
     found = [re.search(r"error (\S+); (\d+) vertices of 64 trees in (\d+) calls", line).groups() for line in lines]

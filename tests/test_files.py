@@ -2,8 +2,6 @@
 
 import errno
 import os
-import stat
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,31 +11,12 @@ from iep.runtime.files import atomic_path, check_writable, write_bytes, write_js
 from iep.runtime.reading import read_json
 
 
-def test_a_file_is_flushed_before_it_is_renamed_and_its_directory_afterwards(tmp_path: Path, monkeypatch):
+def test_a_file_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: done.append(stat.S_ISDIR(os.fstat(handle).st_mode)) or fsync(handle)
-    )
+    monkeypatch.setattr(os, "fsync", lambda handle: done.append("flushed") or fsync(handle))
     monkeypatch.setattr(os, "replace", lambda old, new: done.append("named") or replace(old, new))
     write_bytes(tmp_path / "file", b"new")
-    assert done == [False, "named", True]
-
-
-@pytest.mark.parametrize(("error", "matters"), [(errno.EINVAL, False), (errno.EOPNOTSUPP, False), (errno.EIO, True)])
-def test_a_file_system_that_cannot_flush_directories_is_not_an_error(
-    tmp_path: Path, monkeypatch, error: int, matters: bool
-):
-    fsync = os.fsync
-
-    def of_files_only(handle: int) -> None:
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise OSError(error, os.strerror(error))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", of_files_only)
-    with pytest.raises(OSError, match="error") if matters else nullcontext():
-        write_bytes(tmp_path / "file", b"new")
-    assert (tmp_path / "file").read_bytes() == b"new"
+    assert done == ["flushed", "named"]
 
 
 def test_a_file_keeps_its_old_content_until_the_block_ends(tmp_path: Path):
@@ -48,9 +27,8 @@ def test_a_file_keeps_its_old_content_until_the_block_ends(tmp_path: Path):
         assert (target.read_text(), temporary.parent) == ("old", target.parent)
     assert target.read_text() == "new"
     assert list(target.parent.iterdir()) == [target]
-    with pytest.raises(OSError, match="new") as caught:
+    with pytest.raises(OSError, match="new"):
         write_bytes(target.parent, b"new")
-    assert caught.value.filename == str(target.parent)
     assert list(target.parent.parent.iterdir()) == [target.parent]
 
 
@@ -90,7 +68,6 @@ def test_json_is_read_back_as_it_was_written(tmp_path: Path):
         (b'{"a": "\xff"}', "can't decode byte 0xff in position 7"),
         (None, "no such file, expected a vocabulary"),
         (Path.mkdir, "is a directory, expected a vocabulary"),
-        (os.mkfifo, "is not a regular file, expected a vocabulary"),
     ],
 )
 def test_a_file_that_is_not_json_is_an_error_with_its_position(tmp_path: Path, content, problem: str):

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clevr_files import write_images
-from evaluate_cases import evaluate, iep_eval
+from evaluate_cases import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_data import TEST, VAL, VOCAB, arrays, assert_one_error
+from tiny_data import TEST, VAL, VOCAB, arrays
 
 from iep.data.question_file import Questions
-from iep.errors import InputError
 from iep.evaluation.html_report import PAGE
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.predict import Predictions
@@ -21,7 +19,6 @@ from iep.evaluation.question_cards import (
     FILLED_IN,
     IGNORED,
     Line,
-    Pictures,
     choose,
     program_lines,
     side_by_side,
@@ -43,9 +40,6 @@ def outcome(seed: int, count: int = 120) -> Outcome:
     return Outcome(VOCAB, questions, Predictions(programs, ranked, shares, 1.0))
 
 
-# Which questions
-
-
 @given(st.integers(0, 3), st.integers(0, 130), st.booleans(), st.booleans())
 def test_as_many_questions_are_listed_as_asked_for_and_none_twice(seed: int, most: int, is_known: bool, is_answered):
     whole = outcome(seed)
@@ -58,23 +52,6 @@ def test_as_many_questions_are_listed_as_asked_for_and_none_twice(seed: int, mos
     assert len({*rows.tolist()}) == len(rows)
     if is_known and most >= len({*whole.questions.families}):
         assert {*whole.questions.families[rows]} == {*whole.questions.families}, "every family is listed"
-
-
-# Pictures
-
-
-def test_a_directory_without_the_splits_images_is_refused_before_anything_is_evaluated(data, run, tmp_path: Path):
-    write_images(tmp_path / "CLEVR", "train", 1)
-    arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path / "out", "--images"]
-    wrong = iep_eval(*arguments, tmp_path / "CLEVR")
-    expected = f"{tmp_path / 'CLEVR' / 'images' / 'val'}: no such directory, expected the split's images"
-    assert_one_error(wrong, expected, "found images of train")
-    with pytest.raises(InputError, match="no such directory"):
-        Pictures(tmp_path / "none", "val")
-    assert not (tmp_path / "out" / PAGE).exists()
-
-
-# The file
 
 
 @pytest.mark.parametrize(("split", "said"), [("val", "Wrong answers"), ("test", "the split has no answers")])
@@ -92,9 +69,6 @@ def test_the_page_needs_no_other_file_and_lists_a_part_of_a_long_split(data, run
         assert each in page
     assert ("in turn from every family" in page) == (split == "val")
     assert page.count("<article") == 8
-
-
-# Programs side by side
 
 
 TOKENS = st.lists(st.integers(0, len(VOCAB.program) - 1), max_size=12)

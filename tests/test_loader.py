@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,26 +20,37 @@ from train_cases import iep_train
 
 from iep.data.datasets import sequential_batches
 from iep.data.features import Features
-from iep.data.loader import BatchBuffers, Loading, on_device
+from iep.data.loader import Loading, Slots, on_device
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
-from iep.runtime.devices import left_in_groups
 from iep.runtime.signals import handled
 from iep.training.run_training import train
 
-# Buffers
+# Slots
 
 
-def test_a_buffer_is_free_again_when_the_last_tensor_of_it_is_gone():
-    buffers = BatchBuffers(workers=2, per_worker=2, size=100)
-    assert [buffers.take(worker) for worker in (1, 1, 1, 0)] == [2, 3, None, 0]
-    tensor = buffers.tensor(3, (5, 5), np.dtype(np.float32))
-    part = tensor.fill_(7)[2]
+def test_batches_that_are_kept_keep_their_features_however_many_they_are(data: Path):
+    """There are three slots for each worker; features without a free slot are sent."""
+    dataset = open_train(data)
+    kept = list(sequential_batches(dataset, 2, Loading(workers=2, prefetch=1)))
+    assert len(kept) == TRAIN // 2 + 1
+    for ours, theirs in zip(kept, sequential_batches(dataset, 2), strict=True):
+        assert torch.equal(ours.features, theirs.features)
+
+
+def test_a_slot_is_free_again_when_the_last_tensor_of_it_is_gone(monkeypatch):
+    monkeypatch.setattr("iep.data.loader.get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
+    slots, shape, dtype = Slots(count=2, size=100), (5, 5), np.dtype(np.float32)
+    sent = torch.from_numpy(slots.allocate(shape, dtype)).fill_(7)
+    receive, arguments = slots.reduce(sent)
+    tensor = receive(*arguments)
+    assert tensor.data_ptr() == sent.data_ptr()
+    part = tensor[2]
     del tensor
-    assert buffers.take(1) is None
+    assert torch.from_numpy(slots.allocate(shape, dtype)).data_ptr() != sent.data_ptr()
     assert part.tolist() == [7] * 5
     del part
-    assert buffers.take(1) == 3
+    assert torch.from_numpy(slots.allocate(shape, dtype)).data_ptr() == sent.data_ptr()
 
 
 # Signals and deaths
@@ -133,17 +145,6 @@ def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(d
     assert train(tiny_config(data, "ee", *settings), tmp_path / "ee", resume=False)
     ours, theirs = (load_checkpoint(run)["networks"]["engine"] for run in (tmp_path / "ee", runs["ee"]))
     assert all(torch.equal(ours["weights"][name], value) for name, value in theirs["weights"].items())
-
-
-@pytest.mark.parametrize(("limit", "left"), [("max", []), ("1000", [400 + 50])])
-def test_a_control_groups_limit_counts_less_what_is_used_and_cannot_be_dropped(tmp_path: Path, limit: str, left: list):
-    group = tmp_path / "job" / "step"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text(f"{limit}\n")
-    (group / "memory.current").write_text("600\n")
-    (group / "memory.stat").write_text("anon 500\ninactive_file 50\n")
-    assert left_in_groups(tmp_path, "0::/job/step\n") == left
-    assert left_in_groups(tmp_path, "3:cpuset:/\n4:memory:/job/step\n") == []
 
 
 # To a device

@@ -1,22 +1,20 @@
 """Data files: the original toolkit's are read unchanged, and ours hold what its scripts write."""
 
 import json
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from batching_cases import quick
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from tiny_data import TEST, TRAIN, VAL, VOCAB, arrays, features, newest, tiny_config, write_h5
 
 from iep.models.checkpoint import load_checkpoint
-from iep.preprocess.encode_questions import build_vocab, encode, expand_vocab, load_questions
+from iep.preprocess.encode_questions import build_vocab, encode, load_questions
+from iep.programs import prefix_to_json
 from iep.training.run_training import train
-from iep.vocab import Vocab
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,19 @@ def test_a_run_on_the_originals_files_is_that_on_ours(model: str, original: Path
             assert torch.equal(theirs[name]["weights"][key], value)
 
 
-# The same JSON, the same vocabulary and arrays: the rules once more
+PROGRAMS = st.recursive(
+    st.just(["scene"]),
+    lambda trees: st.one_of(
+        st.builds(lambda token, tree: [token, *tree], st.sampled_from(["filter_color[red]", "count"]), trees),
+        st.builds(
+            lambda token, *pair: [token, *pair[0], *pair[1]], st.sampled_from(["union", "equal_size"]), trees, trees
+        ),
+    ),
+    max_leaves=4,
+)
+WORDS = st.sampled_from(["red", "Red", "red;", "red,", "", "größer", "物", "a.b", "what?", "\t", "\u00a0"])
+TEXTS = st.text(alphabet="ab ;,?.Aé", max_size=20) | st.lists(WORDS).map(" ".join)
+ANSWERS = st.sampled_from(["yes", "no", "3", "metal"])
 
 
 def words_of(text: str) -> list[str]:
@@ -52,125 +62,40 @@ def words_of(text: str) -> list[str]:
     return spaced.split(" ")
 
 
-def table_of(words: Counter, threshold: int = 1) -> dict[str, int]:
-    kept = sorted(word for word, count in words.items() if count >= threshold)
-    return {word: index for index, word in enumerate(["<NULL>", "<START>", "<END>", "<UNK>", *kept])}
+def numbered(rows: list[list[str]]) -> tuple[dict[str, int], list[list[int]]]:
+    """Return the index of each word, in the order of the alphabet after the special tokens, and the rows of indices."""
+    words = sorted({word for row in rows for word in row})
+    table = {word: index for index, word in enumerate(["<NULL>", "<START>", "<END>", "<UNK>", *words])}
+    return table, [[table[word] for word in row] for row in rows]
 
 
-def prefix(program: list[dict], at: int = -1) -> list[str]:
-    call = program[at]
-    name = call["function"] + (f"[{call['value_inputs'][0]}]" if call["value_inputs"] else "")
-    return [name, *(word for source in call["inputs"] for word in prefix(program, source))]
-
-
-def rows_of(sequences: list[list[str]], table: dict[str, int], unknown: bool = False) -> np.ndarray:
-    rows = [[1, *(table[word] if word in table or not unknown else 3 for word in words), 2] for words in sequences]
+def matrix(rows: list[list[int]]) -> list[list[int]]:
+    """Return rows between the indices of <START> and <END>, padded on the right."""
     width = max(map(len, rows))
-    return np.array([row + [0] * (width - len(row)) for row in rows])
+    return [[1, *row, 2, *[0] * (width - len(row))] for row in rows]
 
 
-def by_the_rules(questions: list[dict], vocab: dict | None, expand: bool, threshold: int, unknown: bool) -> tuple:
-    """vocab.json and the arrays of a questions file."""
-    texts = [words_of(question["question"]) for question in questions]
-    programs = [prefix(question["program"]) for question in questions if "program" in question]
-    answers = [question["answer"] for question in questions if "answer" in question]
-    new = {
-        "question_token_to_idx": table_of(Counter(word for words in texts for word in words), threshold),
-        "program_token_to_idx": table_of(Counter(word for words in programs for word in words)),
-        "answer_token_to_idx": table_of(Counter(answers)),
-    }
-    if vocab is None:
-        vocab = new
-    elif expand:
-        vocab = {name: dict(table) for name, table in vocab.items()}
-        for word in new["question_token_to_idx"]:
-            vocab["question_token_to_idx"].setdefault(word, len(vocab["question_token_to_idx"]))
-    found = {"questions": rows_of(texts, vocab["question_token_to_idx"], unknown)}
-    found["image_idxs"] = np.array([question["image_index"] for question in questions])
-    found["orig_idxs"] = np.arange(len(questions))
-    if programs:
-        found["programs"] = rows_of(programs, vocab["program_token_to_idx"])
-    if answers:
-        found["answers"] = np.array([vocab["answer_token_to_idx"][answer] for answer in answers])
-    if "question_family_index" in questions[0]:
-        found["question_families"] = np.array([question["question_family_index"] for question in questions])
-    return vocab, found
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> list[dict]:
-    """CLEVR's JSON: calls, arguments before those that use them."""
-    calls: list[dict] = []
-
-    def add(depth: int) -> int:
-        function = (
-            draw(st.sampled_from(["scene", "filter_color", "count", "union", "equal_size"])) if depth else "scene"
-        )
-        inputs = [add(depth - 1) for _ in range({"scene": 0, "union": 2, "equal_size": 2}.get(function, 1))]
-        values = [draw(st.sampled_from(["red", "blue"]))] if function == "filter_color" else []
-        calls.append({"function": function, "inputs": inputs, "value_inputs": values})
-        return len(calls) - 1
-
-    add(draw(st.integers(0, 4)))
-    return calls
-
-
-TEXTS = st.one_of(
-    st.text(alphabet="ab ;,?.Aé", max_size=20),
-    st.lists(st.sampled_from(["red", "Red", "red;", "red,", "", "größer", "物", "a.b", "what?", "\t", "\u00a0"])).map(
-        " ".join
-    ),
-)
-
-
-@st.composite
-def question_files(draw: st.DrawFn) -> list[dict]:
-    """Questions that all have a part or all have not."""
-    with_program, with_answer, with_family = (draw(st.booleans()) for _ in range(3))
-    questions = []
-    for number in range(draw(st.integers(1, 6))):
-        question: dict[str, Any] = {"question": draw(TEXTS), "image_index": draw(st.integers(0, 9))}
-        question |= {"question_index": number} if draw(st.booleans()) else {}
-        question |= {"program": draw(programs())} if with_program else {}
-        question |= {"answer": draw(st.sampled_from(["yes", "no", "3", "metal"]))} if with_answer else {}
-        question |= {"question_family_index": draw(st.integers(0, 89))} if with_family else {}
-        questions.append(question)
-    return questions
-
-
-@given(
-    known=st.none() | question_files(),
-    questions=question_files(),
-    threshold=st.integers(1, 3),
-    unknown=st.booleans(),
-    expand=st.booleans(),
-)
-@example(None, [{"question": "a  b; c, d?  . ", "image_index": 0}], 1, False, False)
+@given(st.lists(st.tuples(TEXTS, PROGRAMS, ANSWERS, st.integers(0, 9), st.integers(0, 89)), min_size=1, max_size=6))
 @settings(quick, max_examples=200)
-def test_the_same_questions_give_the_same_vocabulary_and_arrays(
-    tmp_path_factory, known, questions, threshold, unknown, expand
-):
-    """The order of the vocabulary's entries included; `known` are questions whose vocabulary is given."""
+def test_the_same_questions_give_the_same_vocabulary_and_arrays(tmp_path_factory, drawn):
+    """The order of the vocabulary's entries included."""
+    names = ("question", "program", "answer", "image_index", "question_family_index")
+    questions = [dict(zip(names, each, strict=True)) | {"program": prefix_to_json(each[1])} for each in drawn]
     path = tmp_path_factory.getbasetemp() / "q.json"
     path.write_text(json.dumps({"questions": questions}))
     loaded = load_questions(path)
-    given_vocab = mine = None
-    if known is not None:
-        given_vocab, _ = by_the_rules(known, None, False, 1, False)
-        mine = Vocab.from_json(given_vocab, "given")
-    if mine is None:
-        mine = build_vocab(loaded, threshold)
-    elif expand:
-        mine = expand_vocab(mine, loaded, threshold)
-    try:
-        vocab, expected = by_the_rules(questions, given_vocab, expand, threshold, unknown)
-    except KeyError:  # The vocabulary does not have some word.
-        with pytest.raises(ValueError, match="is not in the vocabulary"):
-            encode(loaded, mine, "vocab.json", unknown)
-        return
-    assert json.dumps(mine.to_json()) == json.dumps(vocab)
-    found = encode(loaded, mine, "vocab.json", unknown)
-    assert set(found) == set(expected)
-    for name, array in expected.items():
-        assert np.array_equal(found[name], array), name
-        assert found[name].dtype == np.int32
+    vocab = build_vocab(loaded, 1)
+    texts, programs, answers, images, families = zip(*drawn, strict=True)
+    tables, rows = zip(*map(numbered, ([*map(words_of, texts)], programs, [[each] for each in answers])), strict=True)
+    keys = ("question_token_to_idx", "program_token_to_idx", "answer_token_to_idx")
+    assert json.dumps(vocab.to_json()) == json.dumps(dict(zip(keys, tables, strict=True)))
+    found = encode(loaded, vocab, "vocab.json", False)
+    assert {array.dtype for array in found.values()} == {np.dtype("int32")}
+    assert {name: array.tolist() for name, array in found.items()} == {
+        "questions": matrix(rows[0]),
+        "programs": matrix(rows[1]),
+        "answers": [row[0] for row in rows[2]],
+        "image_idxs": [*images],
+        "orig_idxs": [*range(len(drawn))],
+        "question_families": [*families],
+    }

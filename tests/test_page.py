@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,11 +23,8 @@ def address(tmp_path_factory) -> Iterator[str]:
 
     No test may cause a traceback in the terminal, and no file may be left in the temporary directory.
     """
-    temporary, images = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("images")
-    (images / "directory.png").mkdir()
-    os.mkfifo(images / "pipe.png")
-    image, port = shutil.copy(IMAGE, images), str(20_000 + os.getpid() % 9999)
-    command = [sys.executable, "-m", "iep.cli.ask", "--serve", "--image", image, "--port", port]
+    temporary, port = tmp_path_factory.mktemp("temporary"), str(20_000 + os.getpid() % 9999)
+    command = [sys.executable, "-m", "iep.cli.ask", "--serve", "--image", str(IMAGE), "--port", port]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)}
     )
@@ -66,23 +62,17 @@ def called(address: str, function: str, *data: object) -> str:
 
 @pytest.mark.parametrize(("function", "text"), [("ask", "Is there a sphere?"), ("run", "count scene")])
 def test_a_request_reads_images_of_the_page_and_no_other_files(address, function, text):
-    for source, value in (("generate", 3), ("load_example", 0)):
-        own = re.search('"path": ?"(.*?)"', called(address, source, value))[1]
-        assert "<figcaption>" in called(address, function, {"path": own}, text)
+    own = re.search('"path": ?"(.*?)"', called(address, "generate", 3))[1]
+    assert "<figcaption>" in called(address, function, {"path": own}, text)
     for path in (IMAGE, Path(own).parent / os.path.relpath(IMAGE, Path(own).parent)):
         assert "This page has no such image" in called(address, function, {"path": str(path)}, text)
     assert "There is no image: choose or generate one" in called(address, function, None, text)
-    assert "the question is empty" in called(address, "ask", {"path": own}, " ")
+    assert "has no word" in called(address, "ask", {"path": own}, " ")
 
 
 @pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("example.org", 400), ("0.0.0.0", 400)])
 def test_requests_to_other_host_names_fail(address, host, status):
     assert httpx.get(f"{address}config", headers={"Host": f"{host}:7860"}).status_code == status
-
-
-@pytest.mark.parametrize(("size", "status"), [(20 * 2**20, 200), (20 * 2**20 + 1, 413)])
-def test_an_upload_has_20_mib_at_most(address, size, status):
-    assert httpx.post(f"{address}gradio_api/upload", files={"files": bytes(size)}).status_code == status
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -132,9 +122,9 @@ def test_a_port_that_is_in_use_is_one_line(address):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--serve", "--question", "What?"), "--serve shows a page to ask in: --question does not apply"),
-        (("--serve", "--pg", "runs/pg"), "no network answers: give --ee CKPT"),
-        (("--port", "80", "--image", IMAGE), "--port is for --serve"),
+        (("--serve", "--question", "What?"), "--question does not apply with --serve"),
+        (("--serve", "--pg", "runs/pg"), "--pg needs --ee"),
+        (("--port", "80", "--image", IMAGE), "--port needs --serve"),
     ],
 )
 def test_options_that_do_not_go_with_the_page_are_one_line(arguments, message):

@@ -15,19 +15,18 @@ import torchvision
 from clevr_files import write_images
 from click.testing import CliRunner
 from evaluate_cases import iep_eval
-from features_cases import FILE, PATCHES, RESNET, WatchedPatches, features, run
+from features_cases import FILE, RESNET, SMALL, SMALL_RESNET, Watched, features, run
 from PIL import Image
 from tiny_data import newest, tiny_config, write_data
-from torch.nn import functional
 
 from iep.cli.preprocess import main
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
-from iep.preprocess.backbones import Patches, ResNet, backbone_of, randomize
+from iep.preprocess.backbones import ResNet, Scenes, backbone_of, randomize
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import image_features, preprocess_features
-from iep.preprocess.images import open_image, read_image
+from iep.preprocess.images import open_image
 from iep.training.run_training import train
 
 
@@ -39,8 +38,8 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path, out):
         anonymous_kb.append(int(status.partition("RssAnon:")[2].split()[0]))
 
     images = write_images(tmp_path / "CLEVR", "val", 330)
-    preprocess_features({"val": images}, out, WatchedPatches(16, measure), batch_size=1, workers=1)
-    row_kb = 3 * 224 * 224 * 4 / 1000
+    preprocess_features({"val": images}, out, Watched(image_size=192, before=measure), batch_size=1, workers=1)
+    row_kb = 64 * 48 * 48 * 4 / 1000
     assert anonymous_kb[-1] - anonymous_kb[-150] < 0.5 * 150 * row_kb
 
 
@@ -63,26 +62,14 @@ def saved_resnet(path: Path, seed: int, initialise: Callable[[torch.nn.Module], 
     return path
 
 
-def test_pixel_shuffle_of_patches_gives_the_picture_back_and_float16_rounds_it(clevr, out, tmp_path):
-    run(clevr, "--out", out, "--backbone", "patches")
-    rows = features(out / FILE)
-    assert (rows.shape, rows.dtype) == ((7, 3 * 8 * 8, 14, 14), np.float32)
-    for index in (0, 3, 6):
-        picture = functional.pixel_shuffle(torch.tensor(rows[index]), 8)
-        expected = resized(clevr / "images" / "val" / f"CLEVR_val_{index:06d}.png", 112) / 127.5 - 1
-        assert torch.allclose(picture, expected, atol=1e-6)
-    run(clevr, "--out", tmp_path, "--backbone", "patches", "--dtype", "float16")
-    assert np.array_equal(features(tmp_path / FILE), rows.astype("f2"))
-
-
 def test_worker_processes_change_nothing(clevr, out, tmp_path):
-    run(clevr, "--out", out, *PATCHES)
+    run(clevr, "--out", out, *SMALL)
     images = image_paths(clevr / "images" / "val")
-    preprocess_features({"val": images}, tmp_path / "workers", Patches(2), batch_size=2, workers=2)
+    preprocess_features({"val": images}, tmp_path / "workers", SMALL_RESNET, batch_size=2, workers=2)
     assert (tmp_path / "workers" / FILE).read_bytes() == (out / FILE).read_bytes()
     os.truncate(images[4], 300)
     with pytest.raises(InputError, match=f"^{images[4]}: not an image"):
-        preprocess_features({"val": images}, tmp_path / "broken", Patches(2), batch_size=2, workers=2)
+        preprocess_features({"val": images}, tmp_path / "broken", SMALL_RESNET, batch_size=2, workers=2)
 
 
 def test_resnet_rows_equal_torchvisions_network_cut_by_hand_of_whichever_weights(clevr, tmp_path):
@@ -98,6 +85,8 @@ def test_resnet_rows_equal_torchvisions_network_cut_by_hand_of_whichever_weights
     assert np.array_equal(made["file"], made["seed 5"])
     assert not np.allclose(made["seed 6"], made["seed 5"])
     assert (made["file"].shape, made["stage 4"].shape) == ((7, 256, 4, 4), (7, 512, 2, 2))
+    run(clevr, "--out", tmp_path, *RESNET, "--weights", weights, "--dtype", "float16")
+    assert np.array_equal(features(tmp_path / FILE), made["file"].astype("f2"))
     model = torchvision.models.resnet18(weights=None).eval()
     model.load_state_dict(torch.load(weights))
     image = resized(clevr / "images" / "val" / "CLEVR_val_000006.png", 64) / 255
@@ -119,12 +108,11 @@ def test_resnet_rows_equal_torchvisions_network_cut_by_hand_of_whichever_weights
         (lambda image: image.rename(image.with_name("CLEVR_new_000002.png")), "2 is also that of CLEVR_new_000002.png"),
         (lambda image: image.rename(image.with_name("picture.png")), "picture.png: no image index in the name"),
         (lambda image: os.truncate(image, 300), "CLEVR_val_000003.png: not an image"),
-        (lambda image: (image.unlink(), os.mkfifo(image)), "3.png: is not a regular file, expected an image"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_named_in_one_line(clevr, out, change, message):
     change(clevr / "images" / "val" / "CLEVR_val_000003.png")
-    assert message in run(clevr, "--out", out, *PATCHES, code=1)
+    assert message in run(clevr, "--out", out, *SMALL, code=1)
     assert not (out / FILE).exists()
 
 
@@ -158,67 +146,40 @@ def test_a_failed_download_is_one_clear_line(clevr, out, monkeypatch, tmp_path):
     assert "the weights of resnet18 cannot be downloaded" in result.stderr.splitlines()[-1]
 
 
-# Images of many kinds
-
-
-@pytest.mark.parametrize("kind", ["png", "tif"])
-def test_16_bits_of_grey_are_rounded_to_the_nearest_of_8(tmp_path, kind):
-    narrow, wide = saved(tmp_path / "8.png", GREY_HW), saved(tmp_path / f"16.{kind}", GREY_HW.astype("u2") * 257)
-    pixels = np.asarray(open_image(wide))
-    assert pixels.shape == (8, 32, 3)
-    assert np.array_equal(pixels, np.asarray(open_image(narrow)))
-    between = saved(tmp_path / f"a.{kind}", np.array([[0, 128, 129, 65535 - 129, 65535 - 128, 65535]], dtype="u2"))
-    assert np.asarray(open_image(between))[0, :, 0].tolist() == [0, 0, 1, 254, 255, 255]
-
-
-GREY_HW = np.arange(256, dtype=np.uint8).reshape(8, 32)
-ORIENTATION = 0x0112
-"""EXIF's tag."""
-
-
-def saved(path: Path, pixels: np.ndarray, **options: object) -> Path:
-    Image.fromarray(pixels).save(path, **options)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("orientation", "seen"),
-    [(2, np.fliplr), (6, lambda x: np.rot90(x, -1))],
-)
-def test_a_picture_is_turned_as_its_exif_data_say(tmp_path, orientation, seen):
-    exif = Image.Exif()
-    exif[ORIENTATION] = orientation
-    path = saved(tmp_path / "a.png", GREY_HW, exif=exif)
-    assert np.array_equal(np.asarray(open_image(path))[:, :, 0], seen(GREY_HW))
-    assert read_image(path, (14, 14)).shape == (3, 14, 14)
+def test_a_picture_is_turned_as_its_exif_data_say(tmp_path):
+    exif, grey_HW = Image.Exif(), np.arange(256, dtype=np.uint8).reshape(8, 32)
+    exif[0x0112] = 6  # the tag of the orientation
+    Image.fromarray(grey_HW).save(tmp_path / "a.png", exif=exif)
+    assert np.array_equal(np.asarray(open_image(tmp_path / "a.png"))[:, :, 0], np.rot90(grey_HW, -1))
 
 
 # How features were made
 
 
-PATCHES_OF_2 = {
-    "backbone": "patches",
-    "patch_size": 2,
-    "image_size": 28,
-    "normalisation": "x / 127.5 - 1",
+RECIPE_OF_SMALL = {
+    "backbone": "resnet18",
+    "stage": 1,
+    "weights": "random, outputs of order 1, seed 0",
+    "image_size": 32,
+    "normalisation": "ImageNet mean and standard deviation",
     "dtype": "float16",
 }
 
 
 @pytest.fixture(scope="module")
-def patches_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data set with features of random images, made by `iep-preprocess`."""
-    root = tmp_path_factory.mktemp("patches")
+    root = tmp_path_factory.mktemp("small")
     data = write_data(root / "data")
     for split in ("train", "val", "test"):
         write_images(root / "CLEVR", split, 5)
         (data / f"{split}_features.h5").unlink()
-    run(root / "CLEVR", "--out", data, *PATCHES, "--dtype", "float16")
+    run(root / "CLEVR", "--out", data, *SMALL, "--dtype", "float16")
     return data
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype"), [(PATCHES, "float16"), ((*RESNET, "--weights", "random", "--seed", 3), "float32")]
+    ("flags", "dtype"), [(SMALL, "float16"), ((*RESNET, "--weights", "random", "--seed", 3), "float32")]
 )
 def test_one_images_features_equal_its_row_of_the_file(clevr, out, flags, dtype):
     run(clevr, "--out", out, *flags, "--dtype", dtype)
@@ -230,37 +191,36 @@ def test_one_images_features_equal_its_row_of_the_file(clevr, out, flags, dtype)
 
 @pytest.mark.parametrize(
     "backbone",
-    [Patches(4), ResNet("resnet18", 2, "random", 7, 64), ResNet("resnet50", 4), ResNet()],
+    [Scenes(), ResNet("resnet18", 2, "random", 7, 64), ResNet("resnet50", 4), ResNet()],
     ids=lambda backbone: str(backbone.recipe()["backbone"]),
 )
 def test_a_recipe_gives_its_backbone_back(backbone):
     assert backbone_of({**backbone.recipe(), "dtype": "float16"}) == backbone
 
 
-def test_checkpoints_of_models_that_read_images_keep_the_recipe(patches_data, tmp_path):
+def test_checkpoints_of_models_that_read_images_keep_the_recipe(small_data, tmp_path):
     def recipe_after(model: str, *settings: str, resume: bool = False) -> dict:
         out = tmp_path / model
-        train(tiny_config(patches_data, model, *(settings or ("iterations=1",))), out, resume=resume)
+        train(tiny_config(small_data, model, *(settings or ("iterations=1",))), out, resume=resume)
         return load_checkpoint(newest(out))["features"]
 
-    assert recipe_after("ee") == PATCHES_OF_2
+    assert recipe_after("ee") == RECIPE_OF_SMALL
     assert recipe_after("pg") == {}
-    assert recipe_after("joint", "iterations=1", f"pg={tmp_path / 'pg'}", f"ee={tmp_path / 'ee'}") == PATCHES_OF_2
+    assert recipe_after("joint", "iterations=1", f"pg={tmp_path / 'pg'}", f"ee={tmp_path / 'ee'}") == RECIPE_OF_SMALL
     # A run from before the recipe was kept takes it from its data.
     checkpoint = torch.load(newest(tmp_path / "ee"))
     del checkpoint["features"]
     torch.save(checkpoint, newest(tmp_path / "ee"))
-    assert recipe_after("ee", "iterations=2", resume=True) == PATCHES_OF_2
+    assert recipe_after("ee", "iterations=2", resume=True) == RECIPE_OF_SMALL
 
 
 @pytest.mark.parametrize(
     ("backbone", "change", "weights", "expected"),
     [
-        (ResNet(), {"backbone": "vgg16"}, None, "backbone 'vgg16', which this version does not know"),
         (ResNet(), {"normalisation": "none"}, None, "normalisation none, not with ImageNet mean and standard"),
         (ResNet(), {"weights": "file 0123"}, None, "those of a file 0123 (its SHA-256): give --weights FILE"),
         (ResNet(), {"weights": "file 0123"}, "random", "file 0123, not with random, outputs of order 1, seed 0"),
-        (Patches(), {}, "random", "no weights"),
+        (ResNet(), {"backbone": "patches"}, None, "backbone 'patches', which this version does not know"),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused(backbone, change, weights, expected):
@@ -268,15 +228,15 @@ def test_a_recipe_that_cannot_be_followed_is_refused(backbone, change, weights, 
         backbone_of(backbone.recipe() | change, weights)
 
 
-def test_features_made_otherwise_than_those_trained_on_are_reported(patches_data, tmp_path, capsys):
-    train(tiny_config(patches_data, "ee", "iterations=1"), tmp_path / "ee", resume=False)
-    other = Path(shutil.copytree(patches_data, tmp_path / "other"))
+def test_features_made_otherwise_than_those_trained_on_are_reported(small_data, tmp_path, capsys):
+    train(tiny_config(small_data, "ee", "iterations=1"), tmp_path / "ee", resume=False)
+    other = Path(shutil.copytree(small_data, tmp_path / "other"))
     for split in ("train", "val"):
         with h5py.File(other / f"{split}_features.h5", "a") as file:
             file["features"].attrs["normalisation"] = np.bytes_("another")
     capsys.readouterr()
-    told = "from the features that an execution engine was trained on: normalisation another instead of x / 127.5 - 1"
-    for data, count in ((patches_data, 0), (other, 1)):
+    told = "from the features that an execution engine was trained on: normalisation another instead of ImageNet"
+    for data, count in ((small_data, 0), (other, 1)):
         result = iep_eval("--ee", tmp_path / "ee", "--data", data, "--programs", "ground-truth")
         assert result.output.count(told) == count
         config = tiny_config(data, "ee", "iterations=1", f"ee={tmp_path / 'ee'}")

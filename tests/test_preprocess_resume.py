@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 from clevr_files import write_clevr, write_images
 from click.testing import CliRunner
-from features_cases import FILE, PARTIAL, PATCHES, RESNET, WatchedPatches, features, run
+from features_cases import FILE, PARTIAL, RESNET, SMALL, SMALL_RESNET, Watched, features, run
 from processes import together
 from tiny_data import files_no_larger_than
 
 from iep.cli.preprocess import main
 from iep.data.features import Features
 from iep.errors import InputError
-from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import preprocess_features
-from iep.runtime.locks import alone_in
 
 
 def interrupt(clevr: Path, out: Path, *options: str) -> None:
@@ -28,41 +26,41 @@ def interrupt(clevr: Path, out: Path, *options: str) -> None:
     image = clevr / "images" / "val" / "CLEVR_val_000004.png"
     sound = image.read_bytes()
     image.write_bytes(b"")
-    run(clevr, "--out", out, *PATCHES, *options, code=1)
+    run(clevr, "--out", out, *SMALL, *options, code=1)
     image.write_bytes(sound)
 
 
 @pytest.mark.parametrize(
     ("damage", "flags", "message"),
     [
-        (lambda clevr, out: None, ("--patch-size", 8), f"{PARTIAL}: was made with patch_size 2, now it is 8"),
+        (lambda clevr, out: None, ("--stage", 2), f"{PARTIAL}: was made with stage 1, now it is 2"),
         (lambda clevr, out: os.truncate(out / PARTIAL, 5000), (), f"{PARTIAL}: not a whole HDF5 file"),
     ],
 )
 def test_an_interrupted_run_that_cannot_be_resumed_is_refused_unless_overwritten(clevr, out, damage, flags, message):
     interrupt(clevr, out)
     damage(clevr, out)
-    line = run(clevr, "--out", out, *PATCHES, *flags, code=1)
+    line = run(clevr, "--out", out, *SMALL, *flags, code=1)
     assert message in line
     assert line.endswith("; --overwrite replaces it")
-    run(clevr, "--out", out, *PATCHES, *flags, "--overwrite")
+    run(clevr, "--out", out, *SMALL, *flags, "--overwrite")
     assert len(features(out / FILE)) == 7
     assert [path.name for path in out.iterdir()] == [FILE]
 
 
 def test_a_done_file_is_skipped_and_one_made_otherwise_replaced_only_if_told_to(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
+    run(clevr, "--out", out, *SMALL)
     before = (out / FILE).read_bytes()
-    assert f"{out / FILE}: already done" in run(clevr, "--out", out, *PATCHES, "--overwrite")
-    other = (*PATCHES, "--dtype", "float16")
-    for options, difference in ((RESNET, "backbone patches, now it is resnet18"), (other, "dtype float32, now it is")):
+    assert f"{out / FILE}: already done" in run(clevr, "--out", out, *SMALL, "--overwrite")
+    other = (*SMALL, "--dtype", "float16")
+    for options, difference in ((RESNET, "stage 1, now it is 3"), (other, "dtype float32, now it is")):
         assert f"{out / FILE}: was made with {difference}" in run(clevr, "--out", out, *options, code=1)
         assert (out / FILE).read_bytes() == before
     # A run that is satisfied with the finished file leaves the one that is to replace it.
     interrupt(clevr, out, "--dtype", "float16", "--overwrite")
     unfinished = {path.name: path.read_bytes() for path in out.iterdir()}
     assert unfinished.keys() == {FILE, PARTIAL}
-    assert "already done" in run(clevr, "--out", out, *PATCHES)
+    assert "already done" in run(clevr, "--out", out, *SMALL)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == unfinished
     run(clevr, "--out", out, *other, "--overwrite")
     assert features(out / FILE).dtype == np.float16
@@ -70,41 +68,37 @@ def test_a_done_file_is_skipped_and_one_made_otherwise_replaced_only_if_told_to(
 
 
 def test_every_file_is_checked_before_any_is_made_and_a_new_image_makes_a_done_file_differ(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
+    run(clevr, "--out", out, *SMALL)
     write_images(clevr, "train", 2)
-    run(clevr, "--out", out, "--backbone", "patches", code=1)
+    run(clevr, "--out", out, *SMALL, "--stage", 2, code=1)
     write_images(clevr, "val", 8)
-    assert "was made with images 7, now it is 8" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert "was made with images 7, now it is 8" in run(clevr, "--out", out, *SMALL, code=1)
     assert [path.name for path in out.iterdir()] == [FILE]
     os.truncate(out / FILE, 5000)
-    assert f"{out / FILE}: not a whole HDF5 file" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert f"{out / FILE}: not a whole HDF5 file" in run(clevr, "--out", out, *SMALL, code=1)
     assert (out / FILE).stat().st_size == 5000
 
 
-def test_two_processes_do_not_write_the_same_directory(clevr, out):
-    with alone_in(out):
-        assert f"{out}: in use by process {os.getpid()}" in run(clevr, "--out", out, *PATCHES, code=1)
-
-
 def test_a_resumed_run_reads_only_images_that_are_new_or_whose_rows_are_damaged(clevr, out, tmp_path):
-    interrupt(clevr, out)
+    one_by_one = ("--batch-size", 1)  # the last bits depend on the size of a batch
+    interrupt(clevr, out, *one_by_one)
     images = image_paths(clevr / "images" / "val")
     with open(images[1], "ab") as file:
         file.write(b"more")
     with h5py.File(out / PARTIAL, "r+") as file:
         file["features"][2, 0, 0, 0] += 1
-    run(clevr, "--out", tmp_path / "whole", *PATCHES)
+    run(clevr, "--out", tmp_path / "whole", *SMALL, *one_by_one)
     seen = []
-    preprocess_features({"val": images}, out, WatchedPatches(2, lambda: seen.append(1)), batch_size=1)
+    preprocess_features({"val": images}, out, Watched(before=lambda: seen.append(1)), batch_size=1)
     assert len(seen) == 1 + 5  # the first batch only tells the shape; rows 0 and 3 are as they were
     assert (out / FILE).read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
 
 
 def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
+    run(clevr, "--out", out, *SMALL)
     before = (out / FILE).read_bytes()
     with files_no_larger_than(200_000):
-        line = run(clevr, "--out", out, "--backbone", "patches", "--overwrite", code=1)
+        line = run(clevr, "--out", out, *SMALL, "--image-size", 96, "--overwrite", code=1)
     assert "val_features.h5.partial: no space for the features: needs 0.001 GB" in line
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {FILE: before}
 
@@ -114,7 +108,7 @@ def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(
 
 def command(clevr: Path, out: Path) -> tuple[int, str]:
     flags = ("--workers", "0", "--device", "cpu", "--batch-size", "1")
-    result = CliRunner().invoke(main, [str(clevr), "--out", str(out), *map(str, PATCHES), *flags])
+    result = CliRunner().invoke(main, [str(clevr), "--out", str(out), *map(str, SMALL), *flags])
     return result.exit_code, result.stdout
 
 
@@ -129,7 +123,7 @@ def images(tmp_path: Path) -> Path:
 def make(images: Path, out: Path, killed_after: tuple[int, ...] = ()) -> str:
     """Return what one process of a job says, or how it fails; process r kills itself in its batch `killed_after[r]`."""
     said, left = [], iter(range(killed_after[int(os.environ["RANK"])] + 1 if killed_after else 1000))
-    patches = WatchedPatches(2, lambda: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL))
+    patches = Watched(before=lambda: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL))
     try:
         preprocess_features({"val": image_paths(images)}, out, patches, batch_size=2, say=said.append)
     except InputError as error:
@@ -140,7 +134,7 @@ def make(images: Path, out: Path, killed_after: tuple[int, ...] = ()) -> str:
 
 
 def alone(images: Path, out: Path) -> bytes:
-    preprocess_features({"val": image_paths(images)}, out, Patches(2), batch_size=2, say=lambda line: None)
+    preprocess_features({"val": image_paths(images)}, out, SMALL_RESNET, batch_size=2, say=lambda line: None)
     return (out / FILE).read_bytes()
 
 

@@ -66,7 +66,7 @@ def test_the_command_answers_from_images_alone(data: Path, tmp_path: Path):
         ((), "--ee symbolic needs images: give --images CLEVR_DIR"),
         (("--images", SAMPLE / "images"), "no such directory, expected the split's images"),
         (("--images", SAMPLE, "--batching", "vanilla"), "batching is vanilla, a setting of execution engines"),
-        (("--images", SAMPLE, "--order-by-image"), "order_by_image is True, a setting of networks"),
+        (("--images", SAMPLE, "--features-in-memory"), "features_in_memory is True, a setting of networks"),
         (("--images", SAMPLE, "--programs", "predicted"), "needs a program generator"),
     ],
 )

@@ -59,20 +59,13 @@ def test_things_keep_gap_and_margin_so_that_no_relation_is_ambiguous() -> None:
                     assert abs(x * towards[relation][0] + y * towards[relation][1]) >= MARGIN - 1e-9
 
 
-def test_relationships_are_the_order_of_the_picture() -> None:
-    for scene in sampled(10):
-        related = relationships(scene)
-        for i in range(len(scene.things)):
-            others = set(range(len(scene.things))) - {i}
-            assert set(related["left"][i]) | set(related["right"][i]) == others
-            assert not set(related["left"][i]) & set(related["right"][i])
-            assert all(i in related["behind"][j] for j in related["front"][i])
-    scene = Scene(STANDARD, (thing(-2, 2), thing(2, -2)))
-    assert relationships(scene)["behind"] == [[], [0]]
-    assert pixel_of(thing(-2, 2))[0] < pixel_of(thing(2, -2))[0]
-    sideways = Scene(STANDARD, (thing(-2, -2), thing(2, 2)))
-    assert relationships(sideways)["left"] == [[], [0]]
-    assert pixel_of(thing(-2, -2))[1] < pixel_of(thing(2, 2))[1]
+@pytest.mark.parametrize(
+    ("places", "relation", "axis"), [(((-2, 2), (2, -2)), "behind", 0), (((-2, -2), (2, 2)), "left", 1)]
+)
+def test_relationships_are_the_order_of_the_picture(places: tuple, relation: str, axis: int) -> None:
+    first, second = (thing(*place) for place in places)
+    assert relationships(Scene(STANDARD, (first, second)))[relation] == [[], [0]]
+    assert pixel_of(first)[axis] < pixel_of(second)[axis]
 
 
 def test_every_thing_shows_enough_pixels_and_lies_inside_the_picture() -> None:

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.pooled import NEAR_ZERO
-from iep.execution_engine.roles import ATTENTION, MAP, VECTOR, misfits, tree_run
+from iep.execution_engine.roles import tree_run
 from iep.execution_engine.tbd import SameModule
 from iep.execution_engine.trace import run_tree
 from iep.models.build import build
-from iep.programs import program_tree, tokens_run, without
+from iep.programs import tokens_run
 from iep.vocab import Vocab
 
 IEP, TBD, POOLED = (
@@ -83,9 +83,8 @@ def test_every_function_of_clevr_has_its_module_and_scene_unique_and_special_tok
 def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leaves_none(modules, own, programs_BL):
     engine = small_engine(modules=modules, module_dim=4)
     for program_L in programs_BL:
-        tree = program_tree([TOKENS[token] for token in program_L])
-        fitting = tokens_run(without(tree, {misfit.node: "not used" for misfit in misfits(tree, own)}))
-        assert misfits(program_tree(fitting), own) == []
+        fitting = tokens_run(tree_run([TOKENS[token] for token in program_L], own))
+        assert not any(node.unused for node in tree_run(fitting, own).nodes)
         fitting_BL = programs(" ".join(fitting))
         assert torch.equal(*(engine.reference(features(1), each) for each in (program_L[None], fitting_BL)))
         ours, theirs = (engine.plan(each).graph.op for each in (program_L[None], fitting_BL))
@@ -96,20 +95,25 @@ def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leav
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        ("query_size unique filter_color[red] scene", []),
-        ("greater_than count scene scene", []),
-        ("scene", []),
-        ("filter_color[red] scene", [(0, None, ATTENTION, MAP)]),
-        ("unique filter_color[red] scene", [(0, None, ATTENTION, MAP)]),
-        ("count unique count scene", [(1, 0, MAP, ATTENTION)]),
-        ("equal_integer count scene filter_color[red] count scene", [(3, 0, ATTENTION, MAP), (4, 3, MAP, ATTENTION)]),
+        ("query_size unique filter_color[red] scene", [""] * 4),
+        ("greater_than count scene scene", [""] * 4),
+        ("scene", [""]),
+        ("filter_color[red] scene", ["not used: an attention, not an encoding", "not used"]),
+        ("unique filter_color[red] scene", ["not used: an attention, not an encoding", "not used", "not used"]),
+        ("count unique count scene", ["", "not used: an encoding, not an attention", "not used", "not used"]),
+        (
+            "equal_integer count scene filter_color[red] count scene",
+            ["", "", "", "not used: an attention, not an encoding", "not used", "not used"],
+        ),
     ],
 )
-def test_values_of_the_wrong_kind_are_found_with_what_reads_them(program, expected):
-    assert misfits(program_tree(program.split()), TBD) == expected
-    pooled = [(node, reader, *(VECTOR if kind == MAP else kind for kind in kinds)) for node, reader, *kinds in expected]
-    assert misfits(program_tree(program.split()), POOLED) == pooled
-    assert misfits(program_tree(program.split()), IEP) == []
+def test_values_of_the_wrong_kind_and_what_leads_to_them_are_not_used(program, expected):
+    def unused(own):
+        return [node.unused for node in tree_run(program.split(), own).nodes]
+
+    assert unused(TBD) == expected
+    assert unused(POOLED) == [reason.replace("an encoding", "a vector") for reason in expected]
+    assert not any(unused(IEP))
 
 
 # The sum of attentions

@@ -350,7 +350,7 @@ def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: li
         ("pg", ["freeze=engine"], "freeze: 'engine' is not a part, expected encoder, decoder"),
         ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier have all the weights of the"),
         ("ee", ["device=quantum"], "device 'quantum': not available here"),
-        ("ee", ["engine.stem=pixels", "engine.stem_stride=4"], "an execution engine cannot be built: stem widths []"),
+        ("ee", ["engine.stem=none"], "an execution engine cannot be built: features of 3 channels"),
         ("ee", ["engine.modules=tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),
         ("ee", ["engine.modules=tbd", "engine.module_norm=batch"], "module_norm is 'batch', a setting of"),
         ("ee", ["attention_penalty=1"], "attention_penalty is 1.0, but modules iep compute no attention maps"),

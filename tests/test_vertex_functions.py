@@ -169,7 +169,7 @@ X = CHAIN.pulls["x"]
             lambda: planned(changed(pulls={"x": -X, "y": X})),
             "sample 0, vertex 2: its function pulls 'x', but",
         ),
-        (lambda: run_model({"x": 2, "y": 1}), "2 inputs in column 4, expected 3"),
+        (lambda: run_model({"x": 2, "y": 1}), r"an input is \(2, 2\), expected \(3, 2\)"),
         (
             lambda: run_one(lambda v: None, states=("h", "c")),
             "scatters and pushes nothing, expected h, c",

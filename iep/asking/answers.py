@@ -5,7 +5,6 @@ Shapes: H W pixels of an image or cells of a map, C H W features, L program toke
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,14 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from iep.backbone.network import FoundObjects
-from iep.errors import SIMILARITY, InputError, nearest
+from iep.errors import InputError, nearest
 from iep.evaluation.outcome import content_tokens
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.roles import ModuleSet, misfits
+from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.execution_engine.trace import trace, unit_maps
-from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, program_tree, tokens_run, tree_lines
-from iep.runtime.reading import check_utf8
+from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, tokens_run, tree_lines
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 if TYPE_CHECKING:
@@ -29,11 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOP = 3
 """The number of the likeliest answers that are shown."""
-SPELLINGS = {"colour": "color", "grey": "gray"}
-"""British spellings and those of the questions of CLEVR."""
-QUOTES = "\"'“”‘’"
-PUNCTUATION = ("", ";", ",")
-"""Tokens of questions that are not words."""
 
 
 @dataclass(frozen=True)
@@ -43,53 +36,39 @@ class Words:
     text: str
     indices: tuple[int, ...]
     """`<START>`, its words, `<END>`, as `iep-preprocess` encodes them."""
-    unknown: tuple[tuple[str, str | None], ...]
-    """The words that are not in the vocabulary, each once, with the nearest known word or None."""
-    is_known: bool
-    """Whether a word is in the vocabulary."""
+    unknown: tuple[str, ...]
+    """The words that are not in the vocabulary, each once."""
+    warnings: tuple[str, ...]
+    """A line about each of these words."""
 
 
 def read_question(text: str, vocab: Vocab) -> Words:
     """Encode a question; words that are not in the vocabulary become `<UNK>`.
 
-    Words that differ from known ones in quotation marks, capital letters or British spelling are taken as these. Spaces
-    around the question are dropped, and so are repeated spaces between words unless the vocabulary has an empty token.
+    Words that differ from known ones in capital letters are taken as these. Spaces around the question are dropped, and
+    so are repeated spaces between words unless the vocabulary has an empty token.
 
     Raises:
-        InputError: the question is empty, has no word, or is not UTF-8 text.
+        InputError: the question has no word of the vocabulary.
     """
     text = text.strip()
-    if not text:
-        raise InputError("the question is empty")
-    check_utf8(text, "the question")
     known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
     words = [word for word in tokenize(text) if word or word in known]
     words = [known_form(word, known, is_first=position == 0) for position, word in enumerate(words)]
-    if not any(words):
-        raise InputError(f"the question {text!r} has no word")
+    if not any(word in known and word.isalnum() for word in words):
+        raise InputError(f"the question {text!r} has no word of the vocabulary")
     unknown = dict.fromkeys(word for word in words if word not in known)
     indices = (known.get(word, UNK) for word in words)
-    is_known = any(word in known and word not in PUNCTUATION for word in words)
-    pairs = tuple((word, nearest_word(word, known)) for word in unknown)
-    return Words(text, (START, *indices, END), pairs, is_known)
+    said = "is not in the vocabulary and is read as <UNK>"
+    warnings = tuple(f"{word!r} {said}{nearest(word, known)}" for word in unknown)
+    return Words(text, (START, *indices, END), tuple(unknown), warnings)
 
 
 def known_form(word: str, known: Collection[str], is_first: bool) -> str:
-    """Return the known word that `word` is but for quotation marks, case and British spelling, or `word` itself."""
-    plain = word.strip(QUOTES).lower()
-    plain = SPELLINGS.get(plain, plain)
+    """Return the known word that `word` is but for its case, or `word` itself."""
+    plain = word.lower()
     forms = (plain.capitalize(), plain) if is_first else (plain, plain.capitalize())
     return next((form for form in (word, *forms) if form in known), word)
-
-
-def nearest_word(word: str, known: Collection[str]) -> str | None:
-    """Return the most similar known word, ignoring case, or None if none is near.
-
-    Of words that differ only in case, the one whose first letter has the case of `word`'s is preferred.
-    """
-    found = get_close_matches(word.lower(), {other.lower() for other in known}, n=1, cutoff=SIMILARITY)
-    alike = sorted(other for other in known if other.lower() in found)
-    return min(alike, key=lambda other: other[:1].isupper() != word[:1].isupper(), default=None)
 
 
 def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
@@ -112,33 +91,25 @@ def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
                 f"program token {place} ({token!r}) is not in the checkpoint's vocabulary{nearest(token, known)}"
             )
     prefix_to_json(tokens)
-    for misfit in misfits(program_tree(tokens), own):
-        found, expected = misfit.words(own)
-        argument, reader = (
-            "the classifier" if node is None else f"program token {node} ({tokens[node]})" for node in misfit[:2]
-        )
-        raise InputError(f"{reader} reads {expected}, but its argument, {argument}, returns {found}")
+    for place, node in enumerate(tree_run(tokens, own).nodes):
+        if node.unused:
+            raise InputError(f"program token {place} ({node.token}) is {node.unused}")
     return tuple(known[token] for token in tokens)
 
 
-def read_each(what: str, given: object, read: Callable[[str], T]) -> list[T]:
+def read_each(what: str, given: str | Sequence[str], read: Callable[[str], T]) -> list[T]:
     """Return `read(text)` of a text, or of each text of a list.
 
     Args:
         what: the kind of text for messages, such as "question".
 
     Raises:
-        InputError: `given` is neither a text nor a list of texts, or `read` fails. Of several texts, the message names
-            the failed one, such as "question 2".
+        InputError: `read` fails. Of several texts, the message names the failed one, such as "question 2".
     """
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list | tuple):
-        raise InputError(f"the {what} is {given!r:.60}, expected a text or a list of texts")
     results = []
     for number, text in enumerate(texts, start=1):
         try:
-            if not isinstance(text, str):
-                raise InputError(f"the {what} is {text!r:.60}, expected a text")
             results.append(read(text))
         except InputError as error:
             raise InputError(f"{what} {number}: {error}" if len(texts) > 1 else str(error)) from None
@@ -165,8 +136,7 @@ class Answer:
     """The networks' answer to a question, or the result of a program.
 
     Attributes:
-        question: None if only a program was given.
-        unknown: the words of the question that are not in the vocabulary, each with the nearest known word or None.
+        words: the question; None if only a program was given.
         probabilities: the probability of each possible answer, the likeliest first.
         indices: (L,) the program's tokens as predicted or given; empty for a baseline.
         tree: the program's tree, with the nodes marked that the engine does not use; None for a baseline.
@@ -174,13 +144,17 @@ class Answer:
         engine: the engine that ran the program; None for a baseline.
     """
 
-    question: str | None
-    unknown: tuple[tuple[str, str | None], ...]
+    words: Words | None
     probabilities: dict[str, float]
     indices: tuple[int, ...]
     tree: ProgramTree | None
     seen: SeenImage = field(compare=False)
     engine: ExecutionEngine | None = field(compare=False)
+
+    @property
+    def question(self) -> str | None:
+        """The question; None if only a program was given."""
+        return None if self.words is None else self.words.text
 
     @property
     def answer(self) -> str:
@@ -204,7 +178,8 @@ class Answer:
         They are the question's unknown words, and objects that are unlike those of CLEVR's images, such as none at all,
         if the backbone finds objects.
         """
-        return "\n".join([*_about_words(self.unknown), *[self.seen.warning] * bool(self.seen.warning)])
+        about_words = () if self.words is None else self.words.warnings
+        return "\n".join([*about_words, *[self.seen.warning] * bool(self.seen.warning)])
 
     def __repr__(self) -> str:
         asked = "" if self.question is None else f" to {self.question!r}"
@@ -212,7 +187,36 @@ class Answer:
 
     def __str__(self) -> str:
         """Return the question, the likeliest answers, the program as a tree and the warning."""
-        return describe(self) + f"\n  {self.seen.warning}" * bool(self.seen.warning)
+        return self.text() + f"\n  {self.seen.warning}" * bool(self.seen.warning)
+
+    def text(self, top: int = TOP) -> str:
+        """Return lines with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
+        lines = [] if self.words is None else [self.words.text, *(f"  {line}" for line in self.words.warnings)]
+        best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(self.probabilities.items())[:top])
+        lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
+        if self.tree is not None:
+            lines += [f"  {line}" for line in tree_lines(self.tree, named)]
+            if self.tree.ignored:
+                lines.append(f"  ignored, after the tree was complete: {' '.join(self.tree.ignored)}")
+        return "\n".join(lines)
+
+    def to_json(self, top: int = TOP) -> dict[str, Any]:
+        """Return the object that `iep-ask --json` prints, without the keys of unknown values.
+
+        `program` is the predicted program as in predictions.jsonl. `run` is the program that was run, with `scene` in
+        the place of unused functions. Both are in prefix order.
+        """
+        content: dict[str, Any] = {}
+        if self.words is not None:
+            content |= {"question": self.words.text, "unknown_words": list(self.words.unknown)}
+        likeliest = list(self.probabilities.items())[:top]
+        content["answers"] = [{"answer": name, "probability": round(share, 6)} for name, share in likeliest]
+        if self.tree is not None and self.engine is not None:
+            predicted = content_tokens(self.indices, self.engine.program_tokens)
+            content |= {"program": predicted, "run": tokens_run(self.tree)}
+        if self.seen.warning:
+            content["warning"] = self.seen.warning
+        return content
 
     def draw(self, path: Path | str | None = None, saliency: str = DEFAULT_SALIENCY, top: int = TOP) -> "Figure":
         """Draw the image, the likeliest answers, and the program's tree with the map of each function.
@@ -234,10 +238,15 @@ class Answer:
         from iep.asking.picture import draw_answer  # matplotlib takes a second
 
         maps, likeliest = self.maps(saliency), list(self.probabilities.items())[:top]
-        colours, image, tree = f"Colours: {SALIENCY[saliency]}.", self.seen.pixels, self.tree
+        image, tree = self.seen.pixels, self.tree
         assert image is not None  # there are maps, so an engine answered
         assert tree is not None
-        return draw_answer(path, self.question or "", image, likeliest, tree, maps, _warnings(self, tree), colours)
+        warned = [*self.warning.splitlines()]
+        warned += [f"{node.token}: {node.unused}" for node in tree.nodes if node.unused not in ("", NOT_USED)]
+        if tree.ignored:
+            warned.append(f"ignored after the program's tree: {' '.join(tree.ignored)}")
+        colours = f"Colours: {SALIENCY[saliency]}."
+        return draw_answer(path, self.question or "", image, likeliest, tree, maps, warned, colours)
 
     def maps(self, saliency: str = DEFAULT_SALIENCY) -> list[Tensor]:
         """Run the program once more, and return the map (H, W) of each node of `tree`, from 0 to 1.
@@ -254,54 +263,3 @@ class Answer:
         traced = trace(self.engine, self.seen.features_1CHW, self.indices)
         pairs = zip(unit_maps(traced, saliency), self.tree.nodes, strict=True)
         return [map_HW * (not node.unused) for map_HW, node in pairs]
-
-
-def describe(answer: Answer, top: int = TOP, picture: Path | None = None, with_question: bool = True) -> str:
-    """Return text with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
-    lines = [answer.question] if answer.question and with_question else []
-    lines += [f"  {line}" for line in _about_words(answer.unknown)]
-    best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(answer.probabilities.items())[:top])
-    lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
-    if answer.tree is not None:
-        lines += [f"  {line}" for line in tree_lines(answer.tree, named)]
-        if answer.tree.ignored:
-            lines.append(f"  ignored, after the tree was complete: {' '.join(answer.tree.ignored)}")
-    if picture is not None:
-        lines.append(f"  Wrote {picture}")
-    return "\n".join(lines)
-
-
-def _about_words(unknown: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return a line about each word that is not in the vocabulary."""
-    return [
-        f"{word!r} is not in the vocabulary and is read as <UNK>" + f"; the nearest known word is {near!r}" * bool(near)
-        for word, near in unknown
-    ]
-
-
-def to_json(answer: Answer, top: int = TOP, picture: Path | None = None) -> dict[str, Any]:
-    """Return the object that `--json` prints, without the keys of unknown values.
-
-    `program` is the predicted program as in predictions.jsonl. `run` is the program that was run, with `scene` in the
-    place of unused functions. Both are in prefix order.
-    """
-    content: dict[str, Any] = {}
-    if answer.question is not None:
-        content |= {"question": answer.question, "unknown_words": [word for word, _ in answer.unknown]}
-    likeliest = list(answer.probabilities.items())[:top]
-    content["answers"] = [{"answer": name, "probability": round(share, 6)} for name, share in likeliest]
-    if answer.tree is not None and answer.engine is not None:
-        predicted = content_tokens(answer.indices, answer.engine.program_tokens)
-        content |= {"program": predicted, "run": tokens_run(answer.tree)}
-    if answer.seen.warning:
-        content["warning"] = answer.seen.warning
-    if picture is not None:
-        content["picture"] = str(picture)
-    return content
-
-
-def _warnings(answer: Answer, tree: ProgramTree) -> list[str]:
-    """Return what a picture says about an unusual image, unknown words, and unused parts of the program."""
-    reasons = [f"{node.token}: {node.unused}" for node in tree.nodes if node.unused not in ("", NOT_USED)]
-    ignored = f"ignored after the program's tree: {' '.join(tree.ignored)}" * bool(tree.ignored)
-    return [line for line in (*answer.warning.splitlines(), *reasons, ignored) if line]

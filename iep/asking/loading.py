@@ -6,14 +6,11 @@ likeliest way. Questions that are asked together run as one minibatch.
 Shapes: B questions, T question tokens, L program tokens, C H W features, A answers.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from textwrap import shorten
 from typing import Any, overload
 
 import numpy as np
@@ -32,8 +29,6 @@ from iep.execution_engine.roles import tree_run
 from iep.models.build import BASELINES, FEATURE_SIDES, Network, check_features, place
 from iep.models.checkpoint import (
     DEFAULT,
-    SAFETENSORS,
-    WEIGHTS,
     check_vocab,
     checkpoints,
     load_checkpoint,
@@ -41,14 +36,13 @@ from iep.models.checkpoint import (
     unpack,
     vocab_of,
 )
-from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
+from iep.preprocess.backbones import Backbone, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
 from iep.runtime.devices import resolve_device
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import NULL, Vocab
 
-DTYPES = ("float32", "float16")
 ImageLike = Path | str | Image.Image | np.ndarray | Tensor
 
 
@@ -76,11 +70,6 @@ class Model:
     def _answering(self) -> Network:
         return [*self.networks.values()][-1]
 
-    @staticmethod
-    def from_pretrained(name: Path | str, **options: Any) -> "Model":
-        """Load networks as `iep.load` does; this is the name that other libraries of the Hub use."""
-        return load(name, **options)
-
     def see(self, image: ImageLike | None) -> SeenImage:
         """Compute the features of an image, which `ask` and `objects` take in place of the image.
 
@@ -95,7 +84,7 @@ class Model:
             return SeenImage(None, None, None)
         if image is None:
             raise InputError(f"{self.path}: needs an image, and there is none")
-        pixels = _opened(image)
+        pixels = open_image(_file_or_picture(image))
         features_1CHW, found = image_features(pixels, self.backbone, self.dtype, self.device)
         name = image if isinstance(image, str | PathLike) else "the image"
         check_features(self._answering, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
@@ -136,7 +125,7 @@ class Model:
                 another number of questions than of programs; or there is no generator and no program, or a program for
                 a baseline.
         """
-        words = None if question is None else read_each("question", question, lambda text: self._words(text, program))
+        words = None if question is None else read_each("question", question, partial(read_question, vocab=self.vocab))
         if program is None:
             if words is None:
                 raise InputError("there is neither a question nor a program; give one of them")
@@ -163,13 +152,6 @@ class Model:
         if self.predictor.baseline is None and self.predictor.generator is None:
             raise InputError(f"{self.path}: holds no program generator; give that of another run as pg (--pg CKPT)")
 
-    def _words(self, text: str, program: object) -> Words:
-        """Return a question as tokens; a question that is asked without its program needs a known word."""
-        words = read_question(text, self.vocab)
-        if program is None and not words.is_known:
-            raise InputError(f"the question {words.text!r} has no word of the vocabulary")
-        return words
-
     @torch.inference_mode()
     def _answers(
         self, seen: SeenImage, words: Sequence[Words | None], rows: Sequence[Sequence[int]], are_programs: bool
@@ -190,8 +172,7 @@ class Model:
             probabilities = {self.vocab.answer[index]: share for index, share in zip(indices_A, shares_A, strict=True)}
             tokens = [self.vocab.program[token] for token in program_L]
             tree = None if engine is None else tree_run(tokens, engine.module_set)
-            text, unknown = (None, ()) if given is None else (given.text, given.unknown)
-            answers.append(Answer(text, unknown, probabilities, tuple(program_L), tree, seen, engine))
+            answers.append(Answer(given, probabilities, tuple(program_L), tree, seen, engine))
         return answers
 
     def objects(self, image: ImageLike | SeenImage) -> list[dict[str, Any]]:
@@ -223,86 +204,14 @@ class Model:
             half: store float16, which takes half the space. Computation is in float32 all the same.
 
         Raises:
-            InputError: the directory holds a run, whose checkpoints `iep.load` would read, or `directory` is not a
-                path.
+            InputError: the directory holds a run, whose checkpoints `iep.load` would read.
             OSError: a file cannot be written.
         """
-        if not isinstance(directory, str | PathLike):
-            raise InputError(f"the directory is {directory!r:.60}, expected a path")
         if checkpoints(Path(directory)):
             raise InputError(f"{directory}: already holds a run; choose another directory")
         packed = {name: network.packed() for name, network in self.networks.items()}
         content = {"networks": packed, "features": self._answering.recipe, "vocab": self.vocab.to_json()}
         save_weights(Path(directory), content, half)
-
-    def push_to_hub(self, name: str, private: bool = False) -> str:
-        """Upload the networks to a repository on the Hugging Face Hub, created if necessary, and return its address.
-
-        `pip install 'iep[hub]'` installs what this needs, and `hf auth login` stores the token.
-
-        Args:
-            name: such as `user/name`.
-            private: whether a new repository is private.
-
-        Raises:
-            InputError: the extra is not installed, or `name` is not a repository name.
-            HfHubHTTPError: the Hub refuses the upload.
-        """
-        if not isinstance(name, str) or not HUB_NAME.fullmatch(name):
-            raise InputError(f"{name!r:.60}: expected a name on the Hugging Face Hub such as user/name")
-        hub = _hub(f"{name}:")
-        with TemporaryDirectory() as directory:
-            self.save(directory)
-            (Path(directory) / "README.md").write_text(CARD.format(name=name))
-            address = hub.create_repo(name, private=private, exist_ok=True)
-            hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload networks")
-        return str(address)
-
-
-def _opened(image: ImageLike) -> Image.Image:
-    """Return an image as RGB.
-
-    Raises:
-        InputError: the file cannot be read, or the image is of another type than `Model.see` takes.
-    """
-    if isinstance(image, str | PathLike | Image.Image):
-        return open_image(Path(image) if isinstance(image, str) else image)
-    kind, pixels_HWC = type(image).__name__, image
-    if isinstance(image, Tensor) and image.ndim == 3 and (image.dtype == torch.uint8 or image.is_floating_point()):
-        pixels_CHW = image.detach().cpu()
-        if image.is_floating_point() and pixels_CHW.numel() and 0 <= pixels_CHW.min() <= pixels_CHW.max() <= 1:
-            pixels_CHW = (255 * pixels_CHW.float()).round().to(torch.uint8)
-        pixels_HWC = pixels_CHW.permute(1, 2, 0).numpy()
-    if isinstance(image, Tensor | np.ndarray):
-        kind = f"{kind} {tuple(image.shape)} of {str(image.dtype).removeprefix('torch.')}"
-    if not isinstance(pixels_HWC, np.ndarray) or pixels_HWC.dtype != np.uint8 or pixels_HWC.shape[2:] != (3,):
-        raise InputError(
-            f"the image is of type {kind}, expected a path, an image of Pillow, an array (H, W, 3) of uint8, or a "
-            "tensor (3, H, W) of uint8 or of numbers from 0 to 1"
-        )
-    if not pixels_HWC.size:
-        raise InputError(f"the image has no pixels: it is of type {kind}")
-    return Image.fromarray(pixels_HWC)
-
-
-CARD = """---
-library_name: iep
-tags: [clevr, visual-question-answering, neural-module-networks]
----
-Networks of `iep`, a toolkit for CLEVR visual reasoning. They answer questions about images of CLEVR's world:
-
-```python
-import iep
-
-print(iep.load("{name}").ask("image.png", "How many red things are there?"))
-```
-"""
-HUB_NAME = re.compile(r"(\w[\w.-]*)/\w[\w.-]*")
-"""The name of a repository, such as `user/name`; no part begins with a dot, as in a path."""
-HUB_TIMEOUT = 5.0
-"""The seconds that the Hub has to answer whether a repository exists."""
-RUNS = "runs"
-"""The usual directory of runs, which is never looked up on the Hub."""
 
 
 def load(
@@ -320,9 +229,9 @@ def load(
     """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
 
     Args:
-        name: a run directory, a checkpoint, or the name `user/name` of a repository on the Hugging Face Hub. It holds a
-            baseline or an execution engine, and with it perhaps a program generator. `default` are the networks that
-            come with the package, which were trained on generated images of CLEVR's difficulty.
+        name: a run directory or a checkpoint. It holds a baseline or an execution engine, and with it perhaps a program
+            generator. `default` are the networks that come with the package, which were trained on generated images of
+            CLEVR's difficulty.
         pg: the same for the program generator, if `name` does not hold one. Without any, programs can be run, but no
             questions answered.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
@@ -339,7 +248,7 @@ def load(
         InputError: a checkpoint cannot be used, two of them do not fit together, an argument does not apply to the
             networks, or `modules` differs from the checkpoint's.
     """
-    path, of_pg, on = _local(name), None if pg is None else _local(pg), resolve_device(device)
+    path, of_pg, on = Path(name), None if pg is None else Path(pg), resolve_device(device)
     held = load_checkpoint(path)
     vocab = vocab_of(held, path)
     own = next((each for each in ("engine", *BASELINES) if each in held["networks"]), "engine")
@@ -366,7 +275,9 @@ def load(
             raise InputError(f"{path}: {made}; another backbone does not apply")
         backbone, dtype = _recorded_backbone(answering.recipe, path, weights, say)
     elif backbone is None:
-        backbone = _likely_backbone(answering, path, weights, say)
+        backbone = ResNet(weights=weights or "default")  # that of Johnson et al. 2017, section 4.1
+        assumed = f"they are assumed to be {_describe(backbone)} (--backbone and the options after it change this)"
+        say(f"{path}: does not record how its features were made; {assumed}")
     modules_of = {
         name if name in ("generator", "engine") else "baseline": place(network.module, on).eval()
         for name, network in networks.items()
@@ -377,42 +288,27 @@ def load(
     return Model(path, networks, predictor, vocab, backbone, dtype, on)
 
 
-def _local(name: Path | str) -> Path:
-    """Return the path of networks, after a download if `name` is that of a repository on the Hub.
+def _file_or_picture(image: object) -> Path | str | Image.Image:
+    """Return an image of Pillow for an array or a tensor, and other images as they are.
 
-    What looks like a path is not looked up on the Hub: a `Path`, a checkpoint's ending, and `runs` or an existing
-    directory before the slash.
+    Raises:
+        InputError: the image is of another type, or the array or tensor has another shape or dtype.
     """
-    if not isinstance(name, str | PathLike):
-        raise InputError(f"{name!r:.60}: expected a path, or a name on the Hugging Face Hub such as user/name")
-    path, is_hub_name = Path(name), HUB_NAME.fullmatch(name) if isinstance(name, str) else None
-    if not is_hub_name or path.parent.exists() or path.parts[0] == RUNS or path.suffix in (SAFETENSORS, ".pt"):
-        return path
-    hub = _hub(f"{name}: not a run here, and")
-    try:
-        if hub.try_to_load_from_cache(name, WEIGHTS) is None:
-            # This makes one attempt. Without a connection, a download makes six, which take 23 seconds.
-            hub.get_hf_file_metadata(hub.hf_hub_url(name, WEIGHTS), timeout=HUB_TIMEOUT)
-        return Path(hub.hf_hub_download(name, WEIGHTS))
-    except Exception as error:  # of requests and of the library, without a common class
-        reason = shorten(str(error), 300, placeholder=" ...")
-        what = f"no such run here, and no {WEIGHTS} of a repository of this name on the Hugging Face Hub"
-        raise InputError(f"{name}: {what} ({reason})") from None
+    if isinstance(image, np.ndarray | Tensor):
+        from torchvision.transforms.functional import to_pil_image
 
-
-def _hub(before: str) -> Any:
-    """Return the library of the Hub; without it, an error has the text `before` at its beginning."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise InputError(f"{before} the Hugging Face Hub needs pip install 'iep[hub]'") from None
-    return huggingface_hub
+        try:
+            return Image.fromarray(image) if isinstance(image, np.ndarray) else to_pil_image(image)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the image: {error}") from None
+    if not isinstance(image, Path | str | Image.Image):
+        kinds = "a path, an image of Pillow, an array (H, W, 3) of uint8, or a tensor (3, H, W)"
+        raise InputError(f"the image is of type {type(image).__name__}, expected {kinds}")
+    return image
 
 
 def _describe(backbone: Backbone) -> str:
     """Return the settings of a backbone as text."""
-    if isinstance(backbone, Patches):
-        return f"{GRID}x{GRID} patches of {backbone.patch_size}x{backbone.patch_size} pixels"
     if isinstance(backbone, Scenes):
         return f"the backbone synth with {backbone.weights} weights"
     size = backbone.image_size
@@ -427,27 +323,10 @@ def _recorded_backbone(
     Raises:
         InputError: the recipe cannot be followed.
     """
-    dtype = str(recipe.get("dtype", "float32"))
-    if dtype not in DTYPES:
-        raise InputError(f"{path}: features of dtype {dtype}, expected {' or '.join(DTYPES)}")
     try:
         backbone = backbone_of(recipe, weights)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     if weights is not None and backbone.recipe()["weights"] != recipe.get("weights"):
         say(f"{path}: its features were made with {recipe.get('weights')}; {weights} is used in its place")
-    return backbone, dtype
-
-
-def _likely_backbone(network: Network, path: Path, weights: str | None, say: Callable[[str], None]) -> Backbone:
-    """Return patches if the network reads features of their shape, else the backbone of the original toolkit (Johnson
-    et al. 2017, section 4.1), perhaps with the weights of a file."""
-    shape = network.feature_shape
-    patch = isqrt(shape[0] // 3)
-    is_patches = shape == (3 * patch * patch, GRID, GRID)[: len(shape)]
-    backbone = Patches(patch) if is_patches and weights is None else ResNet(weights=weights or "default")
-    say(
-        f"{path}: does not record how its features were made; they are assumed to be {_describe(backbone)} (--backbone "
-        "and the options after it change this)"
-    )
-    return backbone
+    return backbone, str(recipe.get("dtype", "float32"))

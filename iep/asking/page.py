@@ -38,15 +38,11 @@ from iep.synth.scenes import SceneRules, sample_scene
 HOST = "127.0.0.1"
 ALLOWED_HOSTS = HOST, "localhost"
 """Host names that requests may give. Without this check, a website whose name resolves to `HOST` could use the page."""
-MAX_FILE_SIZE = 20 * 2**20
-"""The largest upload, in bytes."""
 QUESTION = "How many red things are there?"
 SIZE = 480, 320
 """Width and height of generated images, in pixels."""
 FONTS = ("system-ui", "sans-serif")
 """Fonts of the system: those of Gradio's themes would be fetched from a server."""
-MOST_EXAMPLES = 12
-"""The most images of a directory that can be chosen by a click."""
 SCALE = ", ".join(to_hex(HEAT(step / 8)) for step in range(9))
 MAPS = f"""<h3>Where each function looked</h3>
 <p class="scale">0 <span></span> 1: {SALIENCY[DEFAULT_SALIENCY]}</p>
@@ -111,9 +107,6 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
                     button = gr.Button("Generate an image", min_width=140)
                 question = gr.Textbox(QUESTION, label="Question", submit_btn="Ask")
                 about_question = gr.HTML(elem_classes="notes")
-                if image is not None:
-                    examples = [[str(path)] for path in _beside(image)]
-                    gr.Examples(examples, shown, label="Other images", examples_per_page=MOST_EXAMPLES)
             with gr.Column(min_width=300):
                 answers = gr.Label(label="Answer", num_top_classes=5)
                 tree = gr.Code(
@@ -163,7 +156,6 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
             "css": CSS,
             "ssr_mode": False,
             "show_error": True,
-            "max_file_size": MAX_FILE_SIZE,
             "app_kwargs": {"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=ALLOWED_HOSTS)]},
         }
         try:
@@ -174,12 +166,6 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
             raise InputError(f"port {port} of {HOST} cannot be opened; choose another --port") from None
         finally:
             page.close(verbose=False)
-
-
-def _beside(image: Path) -> list[Path]:
-    """Return the first images of an image's directory."""
-    alike = (path for path in image.parent.iterdir() if path.suffix.lower() == image.suffix.lower())
-    return sorted(path for path in alike if path.is_file())[:MOST_EXAMPLES]
 
 
 def _shown(answer: Answer) -> tuple[Any, ...]:

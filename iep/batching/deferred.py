@@ -120,14 +120,12 @@ class DeferredWeightGrads:
         if not (torch.is_grad_enabled() and weight.requires_grad and input.dim() >= weight.dim()):
             return function(input, weight, bias, *options)
         dtype = autocast_dtype(input)
-        input = input if dtype is None else input.to(dtype)
 
-        def make() -> _Plain:
-            if dtype is None:
-                return _Plain(function, weight, bias, options)
-            return _Plain(function, weight.to(dtype), None if bias is None else bias.to(dtype), options)
+        def cast(tensor: Any) -> Any:
+            return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
-        return self._chains.run((weight, bias, options, input.dtype), make, input)
+        input, key = cast(input), (weight, bias, options, dtype or input.dtype)
+        return self._chains.run(key, lambda: _Plain(function, cast(weight), cast(bias), options), input)
 
 
 class _Plain:

@@ -54,18 +54,14 @@ def execute(
     Gradients cannot be differentiated again.
 
     Raises:
-        ValueError: the number of inputs is not that of the graph, the graph has no roots, or a module returns another
-            shape than that of its column, or a dtype that the dtype of the column cannot represent.
+        ValueError: the graph has no roots, or inputs or results of a module have another number or shape than in the
+            plan, or a dtype that the dtype of their column cannot represent.
     """
-    given = {0: inputs} if isinstance(inputs, Tensor) else inputs
-    expected = {made.column // plan.num_devices: made.rows.stop for made in plan.inputs}
-    found = {column: len(tensor) for column, tensor in given.items() if len(tensor)}
-    for column in sorted(expected.keys() | found.keys()):
-        if found.get(column, 0) != expected.get(column, 0):
-            raise ValueError(f"{found.get(column, 0)} inputs in column {column}, expected {expected.get(column, 0)}")
     if not plan.roots:
         raise ValueError("the plan has no roots: an empty minibatch cannot be run")
-    values = _run(plan, modules, tuple(given[column] for column in expected), defer_weight_grads)
+    given = {0: inputs} if isinstance(inputs, Tensor) else inputs
+    used = tuple(given[made.column // plan.num_devices] for made in plan.inputs)
+    values = _run(plan, modules, used, defer_weight_grads)
     return values[0] if isinstance(inputs, Tensor) else tuple(values)
 
 
@@ -120,10 +116,9 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     else:
         returned = _run_segments(modules, call.segments, arguments)
     results = (returned,) if isinstance(returned, Tensor) else returned
-    if not isinstance(results, tuple | list) or not all(isinstance(each, Tensor) for each in results):
-        raise ValueError(f"op {call.op} returned {type(returned).__name__}, expected a tensor or a tuple of tensors")
-    if len(results) != len(call.results):
-        raise ValueError(f"op {call.op} returned {len(results)} tensors, expected {len(call.results)}")
+    if not isinstance(results, tuple | list) or len(results) != len(call.results):
+        what = f"{len(results)} tensors" if isinstance(results, tuple | list) else type(results).__name__
+        raise ValueError(f"op {call.op} returned {what}, expected {len(call.results)}")
     return results
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from iep.batching import triton_conv
 from iep.batching.deferred import Chains, first_token, token_of_pass
 from iep.batching.layers import Conv2d, autocast_dtype, computed_by
-from iep.batching.op_groups import together_of
+from iep.batching.op_groups import grouped_modules, together_of
 from iep.batching.plan import Call, Functions, OpGroup, Plan
 from iep.batching.triton_conv import Maps
 
@@ -39,14 +39,11 @@ def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, An
     Args:
         modules: by op, the module of each function that the plan runs.
     """
-    found = dict[int, Any]()
+    found: dict[int, Any] = grouped_modules(plan, modules)
     for op, (op_group, members) in together_of(plan, modules).items():
-        if hasattr(members[0], "grouped"):
-            found[op] = members[0].grouped(members)
-        elif len(plan.columns) == 1 and getattr(members[0], "conv_steps", None) is not None:
-            found[op] = ConvChain(op_group, members)
-        else:
-            found[op] = ConvModule(op_group, members)
+        if op not in found:
+            in_place = len(plan.columns) == 1 and getattr(members[0], "conv_steps", None) is not None
+            found[op] = (ConvChain if in_place else ConvModule)(op_group, members)
     return found
 
 

@@ -21,12 +21,10 @@ class Graph:
     """The nodes of all examples of a minibatch, children before parents.
 
     Slots number the values: 0 to num_inputs - 1 are the inputs, and num_inputs + n is the result of node n. A node may
-    be an argument of several others (the graph need not be a tree). All nodes of an op have the same number of
-    arguments, at least one.
+    be an argument of several others (the graph need not be a tree). Nodes have at least one argument.
 
     Raises:
-        ValueError: a node has no argument or reads a later node, nodes of one op have different numbers of arguments,
-            or a root is not a slot.
+        ValueError: a node has no argument or reads a later node.
     """
 
     num_inputs: int
@@ -47,18 +45,6 @@ class Graph:
         if bad.any():
             node = int(np.argmax(bad))
             raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots 0 to {own_slot[node] - 1}")
-        arity = (args_AN >= 0).sum(axis=0)
-        ops, kind = self.kinds
-        arity_of_op = np.zeros(len(ops), dtype=np.int64)
-        arity_of_op[kind[::-1]] = arity[::-1]  # the arity of the first node of each op
-        if (arity_of_op[kind] != arity).any():
-            node = int(np.argmax(arity_of_op[kind] != arity))
-            raise ValueError(
-                f"node {node} has arguments {self.args[node]}, but other nodes of op {self.op[node]} have "
-                f"{arity_of_op[kind][node]}"
-            )
-        if len(self.roots) and not 0 <= self.roots.min() <= self.roots.max() < self.num_inputs + self.num_nodes:
-            raise ValueError(f"roots {self.roots} are not all slots 0 to {self.num_inputs + self.num_nodes - 1}")
 
     @property
     def num_nodes(self) -> int:
@@ -121,15 +107,10 @@ def graph_from_prefix(
         input_B: the input slot of every example, (B,), from 0 without gaps; None if example b has slot b.
 
     Raises:
-        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1, `leaf` has arguments, or the number of input
-            slots is not that of the examples.
+        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1.
     """
     tokens_BL = _checked_tokens(tokens_BL, len(arity_V))
-    if arity_V[leaf] != 0:
-        raise ValueError(f"the leaf, token {leaf}, has {arity_V[leaf]} arguments, expected none")
     input_B = np.arange(len(tokens_BL)) if input_B is None else input_B
-    if input_B.shape != (len(tokens_BL),):
-        raise ValueError(f"input slots of shape {input_B.shape} for {len(tokens_BL)} examples, expected one each")
     if skip is not None:
         tokens_BL = _without(tokens_BL, skip, leaf)
     if pad is not None:

@@ -121,8 +121,14 @@ class OpGroup:
         return self.index, self.ends, self.order, self.total_ends
 
 
-def make_op_group(ops: tuple[int, ...], index_N: np.ndarray, ends_KF: np.ndarray) -> OpGroup:
-    """Return an op group, given the position of each row's function, F for padding, and the ends of the rows."""
+def make_op_group(ops: tuple[int, ...], functions_K: Sequence[np.ndarray]) -> OpGroup:
+    """Return an op group of F functions, given the position of the function of each row of its calls.
+
+    Args:
+        functions_K: (G,) of each call, ascending; F and more for padding.
+    """
+    index_N = np.minimum(np.concatenate(functions_K), len(ops))
+    ends_KF = np.stack([np.searchsorted(each, range(len(ops)), side="right") for each in functions_K]).astype(np.int32)
     order_N, total_F = index_N.argsort(kind="stable"), ends_KF.sum(axis=0, dtype=np.int32)
     return OpGroup(ops, *map(torch.from_numpy, (index_N, ends_KF, order_N, total_F)))
 
@@ -220,10 +226,16 @@ class Plan:
 
 
 def one_column(graph: Graph) -> Types:
-    """Return the types of a graph whose values are single tensors of the inputs' shape, and whose roots are wanted."""
+    """Return the types of a graph whose values are single tensors of the inputs' shape, and whose roots are wanted.
+
+    Raises:
+        ValueError: nodes of one op have different numbers of arguments.
+    """
     ops, kind = graph.kinds
-    arity = np.zeros(len(ops), dtype=np.int64)
-    arity[kind] = (graph.args >= 0).sum(axis=1)
+    arity_N, arity = (graph.args >= 0).sum(axis=1), np.zeros(len(ops), dtype=np.int64)
+    arity[kind] = arity_N
+    if (differs_N := arity[kind] != arity_N).any():
+        raise ValueError(f"nodes of op {graph.op[np.argmax(differs_N)]} have different numbers of arguments")
     signatures = {op: Signature(tuple(map(Read, range(n)))) for op, n in zip(ops.tolist(), arity.tolist(), strict=True)}
     return Types(np.zeros(graph.num_inputs, dtype=np.int64), signatures, ((graph.roots, 0),))
 
@@ -239,9 +251,8 @@ def make_plan(
             of the inputs.
 
     Raises:
-        ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
-            signature, or reads a tensor that does not exist, no value at all, or tensors of several columns as one; or
-            signatures in an op group differ.
+        ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op reads a tensor
+            that does not exist, or tensors of several columns as one; or signatures in an op group differ.
     """
     types = types or one_column(graph)
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
@@ -253,25 +264,23 @@ def make_plan(
     num_fields = max((len(each.makes) for each in used), default=1)
     layout = _Layout(graph.num_inputs + graph.num_nodes, num_fields, num_columns)
     inputs = [layout.write(np.flatnonzero(types.inputs == each), 0, each) for each in np.unique(types.inputs).tolist()]
-    # One argument at a time, up to the last that any call reads.
-    most = graph.args.shape[1]
-    width = max([most, *(each.first + each.width for signature in used for each in signature.reads)])
-    args_AN, fields_AN = np.full((width, graph.num_nodes), -1), np.zeros((width, graph.num_nodes), dtype=np.int64)
-    args_AN[:most], fields_AN[:most] = graph.args.T, 0 if types.fields is None else types.fields.T
-    calls, places = [], dict[int, tuple[int, int]]()
+    args_AN = graph.args.T.copy()  # numpy selects from long rows much faster than from short ones
+    fields_AN = None if types.fields is None else types.fields.T.copy()
+    calls, ops_of = [], dict[int, list[np.ndarray]]()
     for group, signature in zip(schedule, signature_K, strict=True):
         arguments = []
         for read in signature.reads:
-            which = read.first if read.width == 1 else slice(read.first, read.first + read.width)
-            slots = args_AN[which].take(group.nodes, axis=-1).T.ravel()
-            fields = 0 if types.fields is None else fields_AN[which].take(group.nodes, axis=-1).T.ravel()
+            which = slice(read.first, read.first + read.width)
+            slots = args_AN[which].take(group.nodes, axis=1).T.ravel()
+            fields = 0 if fields_AN is None else fields_AN[which].take(group.nodes, axis=1).T.ravel()
             arguments.append(layout.read(slots, fields + read.field, read.count, f"op {group.op}"))
         slots = graph.num_inputs + group.nodes
         results = tuple([layout.write(slots, field, column) for field, column in enumerate(signature.makes)])
         place = None
         if group.segments is not None:
-            place = number, first = places.get(group.op, (0, 0))
-            places[group.op] = number + 1, first + len(group.nodes)
+            others = ops_of.setdefault(group.op, [])
+            place = len(others), sum(map(len, others))
+            others.append(graph.op[group.nodes])
         calls.append(Call(group.op, len(group.nodes), tuple(arguments), results, group.segments, place))
     roots = types.roots if any(len(slots) for slots, _ in types.roots) else ()  # an empty minibatch has none
     reads = tuple(layout.read(slots, fields, None, f"root {number}") for number, (slots, fields) in enumerate(roots))
@@ -279,30 +288,21 @@ def make_plan(
         Column(count, layout.index(column), devices[column % len(devices)] if devices else None)
         for column, count in enumerate(layout.num_rows)
     ]
-    found = {op: _op_group([call.segments or () for call in calls if call.op == op]) for op in places}
-    return Plan(tuple(calls), tuple(columns), tuple(inputs), reads, max(1, len(devices)), found)
+    op_groups = {}
+    for number, ops_K in ops_of.items():
+        ops = np.unique(np.concatenate(ops_K))
+        op_groups[number] = make_op_group(tuple(ops.tolist()), [np.searchsorted(ops, each) for each in ops_K])
+    return Plan(tuple(calls), tuple(columns), tuple(inputs), reads, max(1, len(devices)), op_groups)
 
 
 def _signature(group: Group, types: Types) -> Signature:
     """Return the signature of a call, which all functions of an op group share."""
-    ops = [group.op] if group.segments is None else [segment.op for segment in group.segments]
-    missing = [op for op in ops if op not in types.signatures]
-    if missing:
-        raise ValueError(f"op {missing[0]} has no signature")
-    if len({types.signatures[op] for op in ops}) > 1:
+    if group.segments is None:
+        return types.signatures[group.op]
+    found = {types.signatures[segment.op] for segment in group.segments}
+    if len(found) > 1:
         raise ValueError(f"the functions of op group {group.op} have different signatures, expected one")
-    return types.signatures[ops[0]]
-
-
-def _op_group(segments_K: Sequence[Sequence[Segment]]) -> OpGroup:
-    """Return an op group, given the functions and rows of each of its calls."""
-    ops = tuple(sorted({segment.op for segments in segments_K for segment in segments}))
-    sizes_KF = np.zeros((len(segments_K), len(ops)), dtype=np.int32)
-    for sizes_F, segments in zip(sizes_KF, segments_K, strict=True):
-        for op, rows in segments:
-            sizes_F[ops.index(op)] = rows.stop - rows.start
-    index_N = np.repeat(np.tile(np.arange(len(ops)), len(sizes_KF)), sizes_KF.ravel())
-    return make_op_group(ops, index_N, sizes_KF.cumsum(axis=1, dtype=np.int32))
+    return found.pop()
 
 
 class _Layout:
@@ -312,9 +312,8 @@ class _Layout:
     """
 
     def __init__(self, num_slots: int, num_fields: int, num_columns: int):
-        self.num_fields = num_fields
-        self.address_FS = np.full((num_fields + 1, num_slots + 1), -1)
-        """The address of each tensor, -1 if it is not written. The last row and column are for no field and no slot."""
+        self.address_FS = np.full((num_fields, num_slots + 1), -1)
+        """The address of each tensor, -1 if it is not written. The last column is for -1, no slot."""
         self.num_rows = [0] * num_columns
         self.reads: list[list[tuple[np.ndarray, str]]] = [[] for _ in range(num_columns)]
         """By column, the addresses that each argument reads one by one, and what reads them."""
@@ -331,15 +330,8 @@ class _Layout:
         """Return the argument that reads a tensor, numbered in `fields`, of each of the values at `slots`.
 
         If the rows are not adjacent, `index` checks that they have been written and belong to one column.
-
-        Raises:
-            ValueError: there are no values; the message names their `reader`.
         """
-        size = len(slots)
-        if not size:
-            raise ValueError(f"{reader} reads no values")
-        most = self.num_fields
-        address = self.address_FS[min(fields, most) if isinstance(fields, int) else np.minimum(fields, most), slots]
+        size, address = len(slots), self.address_FS[fields, slots]
         first = int(address[0])
         column, row = max(first, 0) >> ROW_BITS, first & (1 << ROW_BITS) - 1
         is_adjacent = int(address[-1]) - first == size - 1 and (size < 3 or (address[1:] - address[:-1] == 1).all())

@@ -21,7 +21,7 @@ from iep.bench.strategy import Strategy
 from iep.bench.workload import Minibatch, generated
 from iep.config import EngineConfig
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, Sample, check_options, describe_placement, main_device
+from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.build import build, fit_template, network_kwargs, place, place_engine, set_execution
 from iep.runtime.devices import autocast
@@ -129,8 +129,7 @@ def engine_benchmark(
     description = workload.description
     if placement != NONE:
         sample = Sample(workload.programs_QL, workload.image_idxs_Q, workload.description)
-        costs = place_engine(engine, placement, devices, sample, memory_format)
-        description += "\n" + describe_placement(placement, engine.placement, costs.work)
+        description += "\n" + place_engine(engine, placement, devices, sample, memory_format)
 
     for strategy in strategies:
         set_execution(engine, strategy.execution, first, strategy.precision, strategy.defer, training="train" in phases)

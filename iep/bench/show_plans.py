@@ -21,14 +21,7 @@ from iep.config import EngineConfig
 from iep.data.question_file import load_vocab, open_split
 from iep.errors import InputError, nearest
 from iep.evaluation.json_report import align_rows
-from iep.execution_engine.placement import (
-    NONE,
-    Sample,
-    check_options,
-    costs_of,
-    describe_placement,
-    make_placement,
-)
+from iep.execution_engine.parts import NONE, Sample, check_options, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.execution_engine.roles import MAP
 from iep.models.build import build, network_kwargs
@@ -195,8 +188,7 @@ def show_plans(
         )
     if placement != NONE:
         sample = Sample(programs_BL, image_idxs_B, "these programs")
-        costs = costs_of(engine, sample)
-        engine.placement = make_placement(placement, devices, engine.parts, costs.work, sample.source)
+        engine.placement, placed = make_placement(placement, devices, engine, sample)
     image_rows_B, texts, calls, drawn = np.unique(image_idxs_B, return_inverse=True)[1], list[str](), {}, ""
     for strategy in strategies:
         planner = engine.planner(strategy.batching, strategy.sharing, execution=strategy.execution)
@@ -216,7 +208,6 @@ def show_plans(
         ops = ", ".join(f"{op} is {plan.program_tokens[op]}" for op in np.unique(plan.graph.op))
         texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]
         if placement != NONE:
-            placed = describe_placement(placement, engine.placement, costs.work)
             map_1CHW = torch.empty(1, EngineConfig.module_dim, *engine.grid, device="meta")
             sizes = [value.numel() for value in engine.module_set.scene_values(map_1CHW).values()]
             texts.append(f"{placed}\n{describe_copies(plan, sizes)}")

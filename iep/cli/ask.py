@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from itertools import count, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,24 +20,12 @@ from iep.cli.options import (
     modules_option,
     network_options,
 )
-from iep.config import SYMBOLIC, Evaluation
+from iep.config import Evaluation
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
-from iep.runtime.files import check_writable
 
 if TYPE_CHECKING:
     from iep.asking.answers import Answer
-
-
-def _one_image(context: click.Context, option: click.Parameter, images: tuple[Path, ...]) -> Path | None:
-    """Return the image of `--image`, or None.
-
-    Raises:
-        click.BadParameter: there are several.
-    """
-    if len(images) > 1:
-        raise click.BadParameter("given more than once, but all questions are about one image")
-    return images[0] if images else None
 
 
 @click.command(cls=Command)
@@ -47,8 +34,6 @@ def _one_image(context: click.Context, option: click.Parameter, images: tuple[Pa
 @click.option(
     "--image",
     type=NamedPath(dir_okay=False),
-    multiple=True,
-    callback=_one_image,
     help="Image file, such as PNG or JPEG. Only a baseline that does not read images can do without.",
 )
 @click.option(
@@ -111,11 +96,7 @@ def main(
     The image's features are computed as they were for the training of the network. Checkpoints record how. --backbone
     and the options after it, except --weights, are only for checkpoints that do not, such as the original toolkit's.
     """
-    context = click.get_current_context()
-    _check_options(context)
-    pictures = _pictures(draw, len(programs or questions))
-    if draw is not None:
-        check_writable([draw])
+    _check_options(click.get_current_context())
     # Imported late: `--help` should not wait for torch.
     from iep.asking.loading import DEFAULT, load
 
@@ -141,136 +122,97 @@ def main(
         model.check_answers()
     if serve:
         try:
-            from iep.asking.page import serve as show
+            from iep.asking.page import serve as show_page
         except ImportError:
             raise InputError("the page needs Gradio: pip install 'iep[web]'") from None
-        show(model, image, port, click.echo)
+        show_page(model, image, port, click.echo)
         return
     if model.backbone is None and image is not None:
         click.echo(f"{model.path}: does not read the image", err=True)
     seen = model.see(image)
     if seen.warning:
         click.echo(f"{image}: {seen.warning}", err=True)
-    is_typed = not questions and not programs and sys.stdin.isatty() and sys.stdout.isatty()
-    show = partial(_show, image=image, saliency=saliency, top=top, as_json=as_json, with_question=not is_typed)
+
+    def show(answer: "Answer", picture: Path | None) -> None:
+        """Print one answer, and draw it into a file unless `picture` is None."""
+        if picture is not None:
+            if image is not None and picture.exists() and image.samefile(picture):
+                raise InputError(f"{picture}: --image reads this file, and --draw would overwrite it")
+            answer.draw(picture, saliency, top)
+        if as_json:
+            click.echo(json.dumps(answer.to_json(top) | ({} if picture is None else {"picture": str(picture)})))
+        else:
+            click.echo(f"{answer.text(top)}\n" + f"  Wrote {picture}\n" * (picture is not None))
+
     if programs or questions:
         answers = model.ask(seen, list(questions) or None, program=list(programs) or None)
-        for answer, picture in zip(answers, pictures, strict=False):
+        for answer, picture in zip(answers, _pictures(draw, len(answers)), strict=False):
             show(answer, picture)
         return
-    is_well = True
-    for number, line in typed_questions(is_typed):
+    is_terminal, failed = sys.stdin.isatty() and sys.stdout.isatty(), False
+    pictures = _pictures(draw)
+    for number, line in typed_questions(is_terminal):
         try:
             show(model.ask(seen, line), next(pictures))
         except InputError as error:
-            where = "" if is_typed else f"standard input, line {number}: "
+            where = "" if is_terminal else f"standard input, line {number}: "
             click.echo(f"Error: {where}{' '.join(str(error).split())}", err=True)
-            is_well = is_typed
-    if not is_well:
-        context.exit(1)
+            failed = not is_terminal
+    sys.exit(int(failed))
 
 
-def _show(
-    answer: "Answer",
-    picture: Path | None,
-    image: Path | None,
-    saliency: str,
-    top: int,
-    as_json: bool,
-    with_question: bool,
-) -> None:
-    """Print one answer, and draw it into a file unless `picture` is None.
-
-    Raises:
-        InputError: the answer cannot be drawn, or would be drawn over the image that the questions are about.
-        OSError: the picture cannot be written.
-    """
-    from iep.asking.answers import describe, to_json
-
-    if picture is not None:
-        if image is not None and image.exists() and picture.exists() and image.samefile(picture):
-            raise InputError(f"{picture}: --image reads this file, and --draw would overwrite it")
-        answer.draw(picture, saliency, top)
-    if as_json:
-        click.echo(json.dumps(to_json(answer, top, picture)))
-    else:
-        click.echo(describe(answer, top, picture, with_question) + "\n")
-
-
-def _pictures(draw: Path | None, given: int) -> Iterator[Path | None]:
+def _pictures(draw: Path | None, answers: int | None = None) -> Iterator[Path | None]:
     """Return the picture of each answer: `draw` for a single question or program, else FILE-1.png and so on."""
-    if draw is None or given == 1:
+    if draw is None or answers == 1:
         return repeat(draw)
     return (draw.with_stem(f"{draw.stem}-{number}") for number in count(1))
 
 
+CONFLICTS = {
+    "serve": ("questions", "programs", "top", "draw", "saliency", "as_json", "baseline"),
+    "baseline": ("ee", "pg", "modules", "programs", "beam_size", "max_program_length", "draw", "saliency"),
+    "programs": ("pg", "beam_size", "max_program_length"),
+}
+"""Options, and those that have no effect beside them."""
+NEEDS = {"port": "serve", "saliency": "draw", "pg": "ee"}
+"""Options, and those without which they have no effect."""
+
+
 def _check_options(context: click.Context) -> None:
-    """Check that the options are consistent.
+    """Check that each given option has an effect.
 
     Raises:
         click.UsageError: two options contradict each other, or one is missing.
     """
-    options = {option.name: option.opts[0] for option in context.command.params}
-    given = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    programs, questions = (len(context.params[name]) for name in ("programs", "questions"))
-
-    def first(*names: str) -> str:
-        """Return the first of these options that was given, or an empty text."""
-        return next((options[name] for name in names if name in given), "")
-
-    no_network = "no network answers: give --ee CKPT"
-    symbolic = "symbolic executes programs on the objects in a split's images, as iep-eval --ee symbolic --images DIR"
-    problems: list[tuple[Any, str]] = [
-        ("port" in given and "serve" not in given, "--port is for --serve"),
-        (str(context.params["ee"]) == SYMBOLIC, f"{symbolic}; expected a checkpoint, a run or default"),
-    ]
-    if "serve" in given:
-        wrong = first("questions", "programs", "top", "draw", "saliency", "as_json", "baseline")
-        problems += [
-            (wrong, f"--serve shows a page to ask in: {wrong} does not apply"),
-            ("pg" in given and "ee" not in given, no_network),
-        ]
-    elif "baseline" in given:
-        own = ("pg", "ee", "modules", "programs", "beam_size", "max_program_length", "draw", "saliency")
-        wrong = first(*own)
-        problems.append((wrong, f"--baseline answers alone and runs no program: {wrong} does not apply"))
-    else:
-        decoding = first("beam_size", "max_program_length")
-        problems += [
-            ("pg" in given and "ee" not in given, f"{no_network}, or --baseline CKPT"),
-            (programs and "pg" in given, "--program replaces the programs that --pg predicts: give one of them"),
-            ("image" not in given, "there is no image: give --image FILE"),
-            (programs and decoding, f"--program replaces decoded programs: {decoding} does not apply"),
-            ("saliency" in given and "draw" not in given, "--saliency is for pictures: give --draw FILE too"),
-            (
-                programs and questions not in (0, programs),
-                f"{questions} --question for {programs} --program: give as many, or none",
-            ),
-        ]
-    for is_wrong, message in problems:
-        if is_wrong:
-            raise click.UsageError(message)
+    flags = {option.name: option.opts[0] for option in context.command.params}
+    given = {name for name in flags if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    for name, others in CONFLICTS.items():
+        for other in others:
+            if {name, other} <= given:
+                raise click.UsageError(f"{flags[other]} does not apply with {flags[name]}")
+    for name, needed in NEEDS.items():
+        if name in given and needed not in given:
+            raise click.UsageError(f"{flags[name]} needs {flags[needed]}")
 
 
 def typed_questions(is_terminal: bool) -> Iterator[tuple[int, str]]:
     """Yield the questions of the standard input, one per line, with the line numbers.
 
-    At a terminal, there is a prompt, and an empty line ends the questions; elsewhere it is skipped. Bytes that are not
-    UTF-8 become surrogates.
+    At a terminal, there is a prompt, and an empty line ends the questions; elsewhere it is skipped.
     """
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # it is a TextIOWrapper
+    sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # it is a TextIOWrapper
     if is_terminal:
         import readline  # noqa: F401 - makes lines editable
     for number in count(1):
         try:
-            line = input("question: ") if is_terminal else sys.stdin.readline()
+            line = input("question: " if is_terminal else "")
         except EOFError:
-            click.echo()
-            return
-        if not line.strip() and (is_terminal or not line):
+            click.echo(nl=is_terminal)
             return
         if line.strip():
             yield number, line
+        elif is_terminal:
+            return
 
 
 if __name__ == "__main__":

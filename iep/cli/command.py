@@ -40,7 +40,6 @@ class _Stoppable(click.Command):
         click.version_option(iep.__version__, prog_name="iep")(self)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        _replace_closed_streams()
         os.environ["MPLBACKEND"] = "agg"  # pictures are only written to files, and other backends may be missing
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for other characters
@@ -108,15 +107,6 @@ class Command(_Stoppable):
                 f"a process that loads data was lost, perhaps because memory ran out ({what}): lower workers, prefetch "
                 "or the batch size; training resumes with --resume"
             ) from error
-
-
-def _replace_closed_streams() -> None:
-    """Open the null device for standard streams that are closed (`>&-`), so that no file gets their descriptors."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # by descriptor; the lowest free one is next
-        if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, mode, errors="backslashreplace"))
 
 
 def _advice(ctx: click.Context) -> str:

@@ -54,12 +54,6 @@ OF_OUTPUTS = {"out", "report_dir", "images", "name", "others"}
     help="Programs that the engine runs.  [default: predicted where --pg is given]",
 )
 @execution_options
-@click.option(
-    "--order-by-image",
-    is_flag=True,
-    default=None,
-    help="Evaluate questions image by image, so that those of one image share a batch. Results keep the file's order.",
-)
 @decoding_options
 @click.option(
     "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
@@ -165,7 +159,7 @@ def main(
     with joined(), ExitStack() as held:
         if is_main():
             for directory in {path.resolve(): path for path in (out, report_dir) if path is not None}.values():
-                held.enter_context(alone_in(directory, *OUTPUTS, PAGE))
+                held.enter_context(alone_in(directory))
         report = evaluate(settings, out, page, show)
     if report is None:  # of several processes only the first prints
         return

@@ -6,7 +6,7 @@ import click
 
 from iep.cli.command import Command
 from iep.cli.options import DirectoryPath
-from iep.preprocess.export_formats import FORMATS, PROMPTED, export
+from iep.preprocess.export_questions import FORMATS, PROMPTED, export
 
 
 @click.command(cls=Command)
@@ -16,28 +16,17 @@ from iep.preprocess.export_formats import FORMATS, PROMPTED, export
     "form",
     type=click.Choice(FORMATS),
     required=True,
-    help="Columns and files as these read them: hf (datasets, plain columns), trl, easyr1, verl, swift (ms-swift), "
-    "llava, or nscl (NSCL and LEFT).",
+    help="Columns and files as these read them: hf (datasets, plain columns), trl, easyr1, verl, swift (ms-swift) or "
+    "llava.",
 )
 @click.option("--out", type=DirectoryPath(), required=True, help="Output directory, which must be new or empty.")
 @click.option(
     "--split", "splits", multiple=True, help="Export this split; can be repeated.  [default: all with answers]"
 )
 @click.option(
-    "--per-type",
-    type=click.IntRange(min=1),
-    help="Take at most this many questions of each type, with answers as balanced as possible.  [default: all]",
-)
-@click.option(
-    "--max-length",
-    type=click.IntRange(min=1),
-    help="Leave out questions whose programs have more functions, scene included.  [default: no limit]",
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice.")
-@click.option(
     "--trace",
     is_flag=True,
-    help="Add the column trace: what each function of the program returns, in words; not for nscl.",
+    help="Add the column trace: what each function of the program returns, in words.",
 )
 @click.option(
     "--think",
@@ -49,9 +38,6 @@ def main(
     form: str,
     out: Path,
     splits: tuple[str, ...],
-    per_type: int | None,
-    max_length: int | None,
-    seed: int,
     trace: bool,
     think: bool,
 ) -> None:
@@ -61,11 +47,9 @@ def main(
     are JSON files beside the images, which are hard links where the file system allows them. The splits are those of
     CLEVR_DIR. Equal questions about one image are written once.
     """
-    if trace and form == "nscl":
-        raise click.UsageError("--trace has no effect on nscl, whose rows are questions as CLEVR has them")
     if think and form not in PROMPTED:
         raise click.UsageError(f"--think has no effect on {form}, whose prompts are the questions")
-    export(clevr_dir, out, form, tuple(dict.fromkeys(splits)), per_type, max_length, seed, trace, think, click.echo)
+    export(clevr_dir, out, form, tuple(dict.fromkeys(splits)), trace, think, click.echo)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.config import BATCHING, PRECISIONS, Config, Evaluation
-from iep.execution_engine.choices import EXECUTIONS
-from iep.preprocess.backbone_choices import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
+from iep.execution_engine.choices import EXECUTIONS, PLACEMENTS
+from iep.preprocess.backbone_choices import RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Backbone
@@ -115,9 +115,9 @@ decoding_options = all_of(
 placement_options = all_of(
     click.option(
         "--placement",
-        metavar="none|round-robin|balanced|FILE",
-        help="Place each function of the engine on one of several devices: in turn, balanced by the programs' work, or "
-        f"as given in a YAML file (count: cuda:1).  [default: {Config.placement}]",
+        type=click.Choice(PLACEMENTS),
+        help="Place each function of the engine on one of several devices, in turn or balanced by their work.  "
+        f"[default: {Config.placement}]",
     ),
     click.option(
         "--devices",
@@ -173,9 +173,9 @@ execution_options = all_of(
 backbone_options = all_of(
     click.option(
         "--backbone",
-        type=click.Choice((*RESNETS, "synth", "patches")),
-        help="How features are computed from pixels: by a ResNet, by the network that comes with this package and has "
-        "learnt from images of iep-synth, or as patches, which need no weights.  "
+        type=click.Choice((*RESNETS, "synth")),
+        help="How features are computed: by a ResNet, or by the network that comes with this package and has learnt "
+        "from images of iep-synth.  "
         f"[default: synth for data of iep-synth, {RESNET} for others]",
     ),
     click.option(
@@ -194,11 +194,6 @@ backbone_options = all_of(
         type=click.IntRange(32, 4096),
         help=f"ResNet: side length in pixels after resizing.  [default: {RESNET_IMAGE_SIZE}]",
     ),
-    click.option(
-        "--patch-size",
-        type=click.IntRange(1, 256),
-        help=f"patches: side length in pixels of each of the 14x14 patches.  [default: {PATCH_SIZE}]",
-    ),
 )
 """The options that determine how features are computed; each is None unless it is given."""
 
@@ -209,11 +204,11 @@ def chosen_backbone(options: Mapping[str, Any], default: str = RESNET) -> "Backb
     Raises:
         click.UsageError: an option that the backbone does not have was given.
     """
-    from iep.preprocess.backbones import Patches, ResNet, Scenes
+    from iep.preprocess.backbones import ResNet, Scenes
 
     given = {name: value for name, value in options.items() if value is not None}
     name = given.pop("backbone", default)
-    kind = {"patches": Patches, "synth": Scenes}.get(name, ResNet)
+    kind = Scenes if name == "synth" else ResNet
     for option in given:
         if option not in {field.name for field in fields(kind)}:
             raise click.UsageError(f"--{option.replace('_', '-')} does not go with --backbone {name}")

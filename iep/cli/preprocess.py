@@ -9,7 +9,6 @@ import click
 
 from iep.cli.command import Command
 from iep.cli.options import PATH, DirectoryPath, NamedPath, backbone_options, chosen_backbone
-from iep.errors import InputError
 from iep.preprocess.backbone_choices import RESNET
 
 
@@ -92,7 +91,7 @@ def main(
         raise click.UsageError("--expand-vocab goes with --vocab")
     # Imported late, so that `--help` does not wait for torch.
     from iep.preprocess.compute_features import preprocess_features
-    from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
+    from iep.preprocess.encode_questions import QuestionOptions, preprocess_questions
     from iep.runtime.devices import resolve_device
     from iep.runtime.distributed import by_main, is_main, joined, main_first
     from iep.runtime.locks import alone_in
@@ -104,7 +103,7 @@ def main(
         say = click.echo if is_main() else lambda line: None
         given = {splits[0]: question_file} if question_file else None
         files, images = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
-        by_main(lambda: stack.enter_context(alone_in(out, "*")))
+        by_main(lambda: stack.enter_context(alone_in(out)))
         if "features" in parts:  # a missing device or wrong weights are an error before the questions are encoded
             torch_device = main_first(lambda: resolve_device(device))
             main_first(lambda: model.input_size)
@@ -131,33 +130,20 @@ def _inputs(
     Raises:
         InputError: a split is missing, or image indices have gaps.
     """
-    from iep.preprocess.clevr_files import image_directories, image_paths, question_files
+    from iep.preprocess.clevr_files import image_directories, image_paths, question_files, select_splits
 
     directories = image_directories(clevr_dir)
     files = question_files(clevr_dir) if given is None else given
     if len(parts) == 2 and not splits:
         for split in sorted(set(directories) ^ set(files)):
             click.echo(f"{clevr_dir}: no {'images' if split in files else 'questions'} of split {split!r}")
-    images = {}
+    images, hint = {}, "; --only does one part alone"
     if "features" in parts:
-        chosen = _chosen(directories, splits, clevr_dir, "images")
+        chosen = select_splits(directories, splits, clevr_dir, "images", hint)
         images = {split: image_paths(directory) for split, directory in chosen.items()}
     if "questions" in parts:
-        files = _chosen(files, splits, clevr_dir, "questions")
+        files = select_splits(files, splits, clevr_dir, "questions", hint)
     return files, images
-
-
-def _chosen(found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict[str, Path]:
-    """Return the files of the splits that the user named, or all that were found.
-
-    Raises:
-        InputError: a split was not found.
-    """
-    for split in splits or ([] if found else ["train"]):
-        if split not in found:
-            there = ", ".join(found) or "none"
-            raise InputError(f"{clevr_dir}: no {what} of split {split!r} (found: {there}); --only does one part alone")
-    return {split: found[split] for split in splits} if splits else found
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from iep.cli.command import Command
 from iep.cli.options import DirectoryPath
 from iep.runtime.locks import alone_in
 from iep.synth.presets import PRESETS, SPLITS, resolve
-from iep.synth.synthesize import RECORD, synthesize
-from iep.synth.tally import table
+from iep.synth.synthesize import synthesize
 from iep.synth.templates import FAMILIES_OF
 
 COUNT = click.IntRange(min=0)
@@ -43,7 +42,6 @@ COUNT = click.IntRange(min=0)
 @click.option("--annotations", is_flag=True, help="Add boxes, masks and maps of depths of train and val.")
 @click.option("--seed", type=COUNT, default=0, show_default=True, help="The same seed and options give the same bytes.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Number of worker processes.")
-@click.option("--force", is_flag=True, help="Replace a data set that was made with other options.")
 def main(
     out: Path,
     preset: str,
@@ -51,7 +49,6 @@ def main(
     max_objects: int | None,
     cogent: str | None,
     workers: int,
-    force: bool,
     **given: int | bool | str | None,
 ) -> None:
     """Write images, questions and scenes in CLEVR's layout into the directory OUT.
@@ -67,19 +64,17 @@ def main(
     total = sum(getattr(options, split) for split in SPLITS)
     if total == 0:
         raise click.UsageError("nothing to make: --train, --val and --test are all 0")
-    with alone_in(out, RECORD), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
+    with alone_in(out), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
 
         def progress(split: str, images: int) -> None:
             bar.set_description(split, refresh=False)
             bar.update(images)
 
-        tallies = synthesize(out, options, workers, force, progress)
+        finished = synthesize(out, options, workers, progress)
     click.echo(f"{out}: {total:,} images with {total * options.questions_per_image:,} questions")
-    for split, tally in tallies.items():
-        done = " (already done)" if tally is None else ""
-        click.echo(f"{split}: {getattr(options, split)} images in {out}{done}")
-        if tally is not None and split != "test":
-            click.echo(table(tally))
+    for split in SPLITS:
+        if count := getattr(options, split):
+            click.echo(f"{split}: {count} images in {out}{' (already done)' if split in finished else ''}")
 
 
 if __name__ == "__main__":

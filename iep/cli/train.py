@@ -196,7 +196,7 @@ def main(
     from iep.runtime.distributed import is_main, joined
     from iep.training.run_training import check_settings, load_start, train_from
 
-    with joined(), nullcontext() if dry_run or not is_main() else alone_in(out, "*"):
+    with joined(), nullcontext() if dry_run or not is_main() else alone_in(out):
         start = load_start(out) if resume else None
         config = _resolve(out if resume else None, start, given, file)
         if num_threads is not None and not config.asynchronous:

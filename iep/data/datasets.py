@@ -156,17 +156,14 @@ def sequential_batches(
     dataset: ClevrDataset,
     batch_size: int,
     loading: Loading = NO_WORKERS,
-    by_image: bool = False,
     rank: int = 0,
     world_size: int = 1,
 ) -> Batches:
-    """Return batches of every example once, in the file's order or, with `by_image`, ordered by image.
+    """Return batches of every example once, in the file's order, in which CLEVR has the questions of an image together.
 
     Process `rank` gets every `world_size`th of these batches.
     """
     order = np.arange(len(dataset))
-    if by_image:
-        order = np.argsort(dataset.questions.image_idxs, kind="stable")
 
     def choose(number: int) -> Choice:
         return order[number * batch_size : (number + 1) * batch_size], None

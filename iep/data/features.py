@@ -1,4 +1,4 @@
-"""A features file -> rows of features, checked against the file's checksums.
+"""A features file -> rows of features, checked against the file's checksums; and the reading of any HDF5 file.
 
 Rows that are stored as numpy stores them, as `iep-preprocess` does, are read without HDF5, in half the time. Files
 without checksums and compressed files are read as well.
@@ -11,22 +11,40 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import torch
 
-from iep.data.hdf5 import REMEDY, open_hdf5, read_attributes
 from iep.errors import InputError
 from iep.runtime.distributed import attempt, local_rank
 from iep.runtime.files import arrays_digest, row_checksums
 from iep.runtime.reading import reading
 
+REMEDY = "iep-preprocess --verify --overwrite makes the file anew"
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
 """The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
 BLOCK_BYTES = 1 << 24
 """The number of bytes of the rows that `Features.verify` reads at once."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
+
+
+@contextmanager
+def open_hdf5(path: Path) -> Iterator[h5py.File]:
+    """Open the HDF5 file `path` for reading, and close it after the block.
+
+    Raises:
+        InputError: the file is missing, truncated or not HDF5, or the block fails because the file is damaged.
+    """
+    with reading(path, "a whole HDF5 file of iep-preprocess"), h5py.File(path, "r") as file:
+        yield file
+
+
+def read_attributes(holder: h5py.File | h5py.Dataset) -> dict[str, Any]:
+    """Return all attributes, with numpy's texts and numbers as Python's."""
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in holder.attrs.items()}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
 
 
 class Features:

@@ -2,8 +2,8 @@
 
 `datasets.py` defines how a batch of questions and features is made, `iep/preprocess/images.py` one of images.
 
-Features are nearly all of a batch's bytes. Workers read them into buffers that the processes share, and send only a
-buffer's number through the pipe. The buffers are reused, because the first write to a page of memory takes several
+Features are nearly all of a batch's bytes. Workers read them into slots of memory that the processes share, and send
+only a slot's number through the pipe. The slots are reused, because the first write to a page of memory takes several
 times as long as reading its content.
 """
 
@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from multiprocessing.reduction import ForkingPickler
@@ -27,7 +27,7 @@ from iep.errors import InputError
 from iep.runtime.signals import deferred, end_with_parent
 
 Make = Callable[..., Any]
-"""(choice, allocate=np.empty) -> a batch, a dataclass with a field `features` in an array that `allocate` returned."""
+"""(choice, allocate=np.empty) -> a batch, whose features are in an array that `allocate(shape, dtype)` returned."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,20 @@ class Loading:
 NO_WORKERS = Loading()
 
 
+@dataclass(frozen=True)
 class Batches:
-    """Batches in order, which can be iterated over several times."""
+    """Batches in order, which can be iterated over several times: batch n is `make(choose(n), allocate)`.
 
-    def __init__(self, make: Make, choose: Callable[[int], Any], numbers: range, buffer_bytes: int, loading: Loading):
-        """Define batch n as `make(choose(n), allocate)`, for n in `numbers`, with features of up to `buffer_bytes`."""
-        self._make, self._choose, self._numbers = make, choose, numbers
-        self._buffer_bytes, self._loading = buffer_bytes, loading
+    Args:
+        numbers: the numbers of the batches.
+        slot_bytes: the greatest number of bytes of a batch's features.
+    """
+
+    make: Make
+    choose: Callable[[int], Any]
+    numbers: range
+    slot_bytes: int
+    loading: Loading
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches.
@@ -62,30 +69,30 @@ class Batches:
         Raises:
             InputError: a batch cannot be read.
         """
-        loading, make = self._loading, self._make
-        if loading.workers and self._buffer_bytes:
-            # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
-            buffers = BatchBuffers(loading.workers, loading.prefetch + 2, self._buffer_bytes)
-            make = partial(_make_in_worker, make, buffers)
-        yield from made_ahead(make, map(self._choose, self._numbers), loading)
+        yield from made_ahead(self.make, map(self.choose, self.numbers), self.loading, self.slot_bytes)
 
 
-def made_ahead(make: Callable[[Any], Any], choices: Iterable[Any], loading: Loading) -> Iterator[Any]:
-    """Yield `make(choice)` of each of `choices` in order, made ahead by worker processes.
+def made_ahead(make: Make, choices: Iterable[Any], loading: Loading, slot_bytes: int = 0) -> Iterator[Any]:
+    """Yield what `make` returns for each of `choices` in order, made ahead by worker processes.
+
+    Args:
+        slot_bytes: the greatest number of bytes that a batch needs from `allocate`; with 0, `make` gets no `allocate`.
 
     Raises:
         InputError: `make` raised it, in this process or in a worker.
     """
+    # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
+    slots = Slots(loading.workers * (loading.prefetch + 2) if slot_bytes else 0, slot_bytes)
     options: dict[str, Any] = {}
     if loading.workers:
-        # Forked processes start at once, and share the parent's buffers and data.
+        # Forked processes start at once, and share the parent's slots and data.
         options = {"prefetch_factor": loading.prefetch, "multiprocessing_context": "fork"}
     loader = DataLoader(
-        _Made(make),
+        _Made(partial(make, allocate=slots.allocate) if loading.workers and slot_bytes else make),
         sampler=choices,
         batch_size=None,
         num_workers=loading.workers,
-        worker_init_fn=_start_worker,
+        worker_init_fn=partial(_start_worker, slots),
         pin_memory=loading.pin,
         # Without a generator, it would draw a seed for its workers from the generator that training uses.
         generator=torch.Generator(),
@@ -119,88 +126,65 @@ class _Made(Dataset):
             return error
 
 
-class BatchBuffers:
-    """Memory for the features of batches, shared with forked worker processes.
+class Slots:
+    """Memory for the features of batches, shared with forked worker processes, which have equal parts of the slots.
 
-    Each worker has buffers of its own. A worker takes a buffer, and the process that made the buffers releases it.
+    A worker takes a slot for each batch, and the process that made the slots frees it when the batch's tensor is gone.
     Pages that are never written take no memory.
     """
 
-    def __init__(self, workers: int, per_worker: int, size: int) -> None:
-        """Allocate `per_worker` buffers of `size` bytes for each worker."""
-        self.per_worker = per_worker
-        self._buffers = [mmap.mmap(-1, size) for _ in range(workers * per_worker)]
-        self._taken = np.frombuffer(mmap.mmap(-1, workers * per_worker), dtype=np.uint8)
-        _MADE[id(self)] = self
+    def __init__(self, count: int, size: int) -> None:
+        """Allocate `count` slots of `size` bytes."""
+        self._memory = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(count)]
+        self._numbers = {memory.ctypes.data: number for number, memory in enumerate(self._memory)}
+        self._is_taken = np.frombuffer(mmap.mmap(-1, max(1, count)), dtype=bool)
+        _SLOTS[id(self)] = self
 
-    def take(self, worker: int) -> int | None:
-        """Take a free buffer of `worker`, and return its number, or None if all are in use."""
-        first = worker * self.per_worker
-        free = np.flatnonzero(self._taken[first : first + self.per_worker] == 0)
-        if not len(free):
-            return None
-        number = first + int(free[0])
-        self._taken[number] = 1
-        return number
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array in a free slot of this worker, or in memory of its own if there is no free slot."""
+        worker = get_worker_info()
+        assert worker is not None  # this is a worker
+        mine = range(worker.id, len(self._memory), worker.num_workers)
+        number = next((number for number in mine if not self._is_taken[number]), None)
+        if number is None:
+            return np.empty(shape, dtype)
+        self._is_taken[number] = True
+        return self._array(number, shape, dtype)
 
-    def array(self, number: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array of the first bytes of a buffer."""
-        return np.ndarray(shape, dtype, self._buffers[number])
+    def reduce(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return what a worker sends for a tensor: its slot, or its values if it is not the content of a slot."""
+        array, number = tensor.numpy(), self._numbers.get(tensor.data_ptr())
+        if number is None or not tensor.is_contiguous():
+            return torch.from_numpy, (array,)
+        return _tensor_in, (id(self), number, array.shape, array.dtype)
 
     def tensor(self, number: int, shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor:
-        """Return the array as a tensor, and free the buffer once no tensor shares its memory any more."""
-        array = self.array(number, shape, dtype)
-        finalize(array, self._taken.__setitem__, number, 0)
+        """Return the content of a slot as a tensor, and free the slot once no tensor shares its memory any more."""
+        array = self._array(number, shape, dtype)
+        finalize(array, self._is_taken.__setitem__, number, False)
         return torch.from_numpy(array)
 
-
-_MADE: WeakValueDictionary[int, BatchBuffers] = WeakValueDictionary()
-"""The buffers that this process made, by their identity, which is the same in forked processes."""
-
-
-@dataclass(frozen=True)
-class _InBuffer:
-    """Features in a buffer of this worker; the process that receives them unpickles a tensor."""
-
-    buffers: BatchBuffers
-    number: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _tensor_in, (id(self.buffers), self.number, self.shape, self.dtype)
+    def _array(self, number: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.ndarray(shape, dtype, self._memory[number])
 
 
-def _tensor_in(buffers: int, number: int, shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor:
-    return _MADE[buffers].tensor(number, shape, dtype)
+_SLOTS: WeakValueDictionary[int, Slots] = WeakValueDictionary()
+"""The slots that this process made, by their identity, which is the same in forked processes."""
 
 
-def _make_in_worker(make: Make, buffers: BatchBuffers, choice: Any) -> Any:
-    """Make a batch in a worker, with its features in a buffer if one is free."""
-    worker = get_worker_info()
-    assert worker is not None  # this is a worker
-    number = buffers.take(worker.id)
-    if number is None:
-        return make(choice)
-    batch = make(choice, partial(buffers.array, number))
-    features_NCHW = batch.features.numpy()
-    return replace(batch, features=_InBuffer(buffers, number, features_NCHW.shape, features_NCHW.dtype))
+def _tensor_in(slots: int, number: int, shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor:
+    return _SLOTS[slots].tensor(number, shape, dtype)
 
 
-def _start_worker(worker: int) -> None:
-    """Prepare a worker process: how it sends tensors, and what it does with signals."""
-    # As arrays; torch would send each tensor through a file of its own, which takes far longer.
-    ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
-    _leave_signals_to_parent()
+def _start_worker(slots: Slots, worker: int) -> None:
+    """Prepare a worker process: how it sends tensors, and what it does with signals.
 
-
-def _leave_signals_to_parent() -> None:
-    """Ignore signals in a worker process, except a SIGTERM of its parent, and end it as soon as its parent has ended.
-
-    A Ctrl-C or a batch system's SIGTERM reaches all processes of a job, and the parent decides what follows. A loader
-    that has not ended its workers, because the traceback of an uncaught exception keeps it alive, leaves them to
-    `multiprocessing`, which at exit sends them SIGTERM and waits for them.
+    A Ctrl-C or a batch system's SIGTERM reaches all processes of a job, and the parent decides what follows. A worker
+    ends when its parent sends it SIGTERM or has ended. `multiprocessing` does the former at exit, for a loader that has
+    not ended its workers because the traceback of an uncaught exception keeps it alive.
     """
+    # As arrays; torch would send each tensor through a file of its own, which takes far longer.
+    ForkingPickler.register(torch.Tensor, slots.reduce)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # only `sigwaitinfo` tells who has sent a signal
     threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()

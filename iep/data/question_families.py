@@ -56,7 +56,7 @@ def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Calla
         found = np.unique(questions.families).tolist()
         rows = np.flatnonzero(np.isin(questions.families, by_length(questions, found) if only is None else only))
         if not len(rows):
-            raise InputError(f"{questions.path}: no question of the families {families}, only of {_ranges(found)}")
+            raise InputError(f"{questions.path}: no question of the families {families}, only of {found}")
         return questions.select(rows)
 
     return choose
@@ -86,10 +86,3 @@ def mean_lengths(questions: Questions) -> dict[int, float]:
     families, index_N = np.unique(questions.families, return_inverse=True)
     means = np.bincount(index_N, lengths_N) / np.bincount(index_N)
     return dict(zip(families.tolist(), means.tolist(), strict=True))
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return rising numbers as text, consecutive ones as a range: `0-4, 7`."""
-    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
-    ends = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or numbers[i + 1] != n + 1]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

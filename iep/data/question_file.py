@@ -16,10 +16,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from iep.data.features import Features
-from iep.data.hdf5 import REMEDY, open_hdf5, read_attributes
+from iep.data.features import REMEDY, Features, open_hdf5, read_attributes
 from iep.errors import InputError
-from iep.runtime.distributed import broadcast, gather, world_size
+from iep.runtime.distributed import attempt, broadcast, world_size
 from iep.runtime.files import arrays_digest
 from iep.vocab import Vocab
 
@@ -70,7 +69,7 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
 
     Raises:
         InputError: the file is missing, damaged, not HDF5 or encoded with another vocabulary, a dataset is missing or
-            has a wrong shape, a token is not in `vocab`, or an image index is below 0.
+            has a wrong shape, or a token is not in `vocab`.
     """
     with open_hdf5(path) as file:
         attributes = read_attributes(file)  # the original toolkit's files have none
@@ -88,10 +87,6 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
                     f"{name}, row {bad[0][0]}: index {values[tuple(bad[0])]} is not in the vocabulary of {len(tokens)} "
                     "tokens; expected the vocab.json that was made with it"
                 )
-        negative = np.flatnonzero(arrays["image_idxs"] < 0)
-        if len(negative):
-            row = negative[0]
-            raise InputError(f"image_idxs, row {row}: {arrays['image_idxs'][row]}, expected 0 or more")
     arrays.setdefault("orig_idxs", np.arange(len(arrays["questions"])))
     parts: dict[str, Any] = {name: arrays.get(name) for name in DATASETS}
     return Questions(path=Path(path), families=parts.pop("question_families"), **parts)
@@ -200,19 +195,20 @@ def check_same_data(data: Path, vocab: Vocab, splits: Iterable[Split | None]) ->
         data: the directory of this process's copy.
 
     Raises:
-        InputError: a file is not that of the first process (names the file and the processes).
+        InputError: a file of some process is not that of the first process (names both). It is raised in the main
+            process, and the others exit.
     """
     if world_size() == 1:
         return
-    digests = {Path("vocab.json"): vocab.digest}
+    mine = {Path("vocab.json"): vocab.digest}
     for split in filter(None, splits):
         parts = (split.questions, split.features)
-        digests |= {part.path.relative_to(data): part.digest for part in parts if part is not None}
-    gathered = broadcast(gather(digests))
-    assert gathered is not None  # it is a list in the first process
-    first, *others = gathered
-    for number, theirs in enumerate(others, 1):
-        for path in first | theirs:
-            if first.get(path) != theirs.get(path):
-                what = f"{data / path} is not the same in processes 0 and {number}"
-                raise InputError(f"{what}; expected the same data in all {world_size()} processes")
+        mine |= {part.path.relative_to(data): part.digest for part in parts if part is not None}
+    first = broadcast(mine)
+
+    def compare() -> None:
+        for path in first | mine:
+            if first.get(path) != mine.get(path):
+                raise InputError(f"{data / path} is not the same as in process 0; all processes need the same data")
+
+    attempt(compare)

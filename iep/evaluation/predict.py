@@ -113,21 +113,16 @@ def predict(
     batch_size: int,
     loading: Loading,
     device: torch.device,
-    by_image: bool = False,
     precision: str = "float32",
 ) -> Predictions | None:
     """Predict the programs and answers of all questions; the predictions are in the order of `dataset`.
 
     Several processes divide the batches among them. The first returns the predictions, the others return None.
 
-    Args:
-        by_image: whether to put the questions of an image into one batch.
-
     Raises:
         InputError: a question's answer logits are not finite (names the question), or its features cannot be read.
     """
-    ranks = {"rank": rank(), "world_size": world_size()}
-    batches = sequential_batches(dataset, batch_size, loading, by_image, **ranks)
+    batches = sequential_batches(dataset, batch_size, loading, rank(), world_size())
     parts: dict[str, list[Tensor]] = {"index": [], "programs": [], "answers": [], "probabilities": []}
     barrier()  # processes may take different times to load
     start = time.perf_counter()

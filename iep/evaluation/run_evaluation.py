@@ -39,7 +39,7 @@ from iep.evaluation.predict import Predictions, Predictor, predict
 from iep.evaluation.question_cards import Maps, Pictures
 from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, Sample, check_options, describe_placement, main_device
+from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.execution_engine.trace import trace, unit_maps
 from iep.models.build import Network, check_features, describe_other_features, place_engine, set_execution
 from iep.models.checkpoint import load_network
@@ -151,7 +151,6 @@ def _predicted(settings: Evaluation) -> Answered | None:
         settings.batch_size,
         Loading(settings.workers, pin=device.type == "cuda"),
         device,
-        by_image=settings.order_by_image,
         precision=settings.precision,
     )
     memory = gather(peak_memory(device))
@@ -283,7 +282,7 @@ def _check_models(settings: Evaluation) -> None:
     for name in () if runs_modules else of_engines:
         if getattr(settings, name) != getattr(Evaluation, name):
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of execution engines; give --ee CKPT")
-    of_networks = ("order_by_image", "features_in_memory", *(["batch_size"] if settings.pg is None else []))
+    of_networks = ("features_in_memory", *(["batch_size"] if settings.pg is None else []))
     for name in of_networks if is_symbolic(settings) else ():
         if getattr(settings, name) != getattr(Evaluation, name):
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of networks that --ee symbolic ignores")
@@ -324,9 +323,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: Network | 
 def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) -> str:
     """Place the engine's parts, and return a description of their devices."""
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
-    costs = place_engine(engine, settings.placement, settings.devices, sample)
-    assert engine.placement is not None
-    return describe_placement(settings.placement, engine.placement, costs.work)
+    return place_engine(engine, settings.placement, settings.devices, sample)
 
 
 def _baselines(settings: Evaluation, outcome: Outcome) -> tuple[dict[str, Scores], bool]:

@@ -4,7 +4,6 @@ A set of modules is a class like those of `modules.py` and `tbd.py`; `roles.py` 
 package have names, and any other is named by its module and class, such as `mypackage.modules:Gated`.
 """
 
-import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +41,10 @@ EXECUTIONS = {
 }
 """The ways to run module calls, each with a description."""
 DEFAULT_EXECUTION = "calls"
+PLACEMENTS = ("none", "round-robin", "balanced")
 SCENES = ("module", "stem")
 NORMS = ("none", "batch", "example")
-STEMS = ("conv", "pixels", "none")
+STEMS = ("conv", "none")
 INITIALIZATIONS = ("kaiming", "torch")
 POOLINGS = ("maxpool2", "none")
 SALIENCY = {
@@ -106,6 +106,7 @@ def make_module_set(name: str, **settings: Any) -> "ModuleSet":
 
     Raises:
         ValueError: there is no such set, it cannot be imported, or it does not support the settings.
+        TypeError: the set has no such setting.
     """
     check_choice("modules", name, MODULES)
     file, _, class_name = _PACKAGES_OWN.get(name, name).partition(":")
@@ -115,10 +116,4 @@ def make_module_set(name: str, **settings: Any) -> "ModuleSet":
         hint = "; is it installed, or on PYTHONPATH?" if isinstance(error, ImportError) else ""
         found = f"{type(error).__name__}: {error}".rstrip(": ")
         raise ValueError(f"modules is {name!r}, and importing it failed with {found}{hint}") from error
-    if missing := [method for method in ("role", "make", "scene_values") if not callable(getattr(kind, method, None))]:
-        raise ValueError(f"modules is {name!r}, which has no method {missing[0]!r} and is no set of modules")
-    try:
-        inspect.signature(kind).bind(**settings)
-    except TypeError as error:
-        raise ValueError(f"the settings of modules {name}: {error}") from None
     return kind(**settings)

@@ -6,16 +6,18 @@ The engine runs CLEVR's programs with `iep/batching/`. `program_plan.py` makes t
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from iep.batching.op_groups import architecture
+from iep.batching.execute import execute
+from iep.batching.layers import autocast_dtype
+from iep.batching.op_groups import architecture, grouped_modules
 from iep.batching.template import Template
 from iep.execution_engine.choices import (
     DEFAULT_EXECUTION,
@@ -23,11 +25,9 @@ from iep.execution_engine.choices import (
     EXECUTIONS,
     check_choice,
 )
-from iep.execution_engine.execution import CudaGraphs, Execution, run_calls, run_kernels
-from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
-from iep.execution_engine.program_graph import is_of_maps, num_kinds, roles_of
+from iep.execution_engine.parts import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
-from iep.execution_engine.roles import MAP, ModuleSet
+from iep.execution_engine.roles import MAP, ModuleSet, num_kinds, roles_of
 from iep.execution_engine.trace import run_tree
 from iep.programs import program_tree
 
@@ -36,6 +36,13 @@ NOT_ROW_BY_ROW = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
 """Layers that, in training, draw random numbers or depend on their whole batch."""
+Modules = Mapping[int, nn.Module]
+"""The module of every op."""
+Inputs = Mapping[int, Tensor]
+"""The value of `scene` in each kind."""
+Execution = Callable[[ProgramPlan, Modules, Inputs, bool], Sequence[Tensor]]
+"""(plan, modules, inputs, defer) -> the programs' results, (B, C, H, W), then the attentions if the plan returns them.
+With `defer`, the weight gradients of calls are deferred."""
 
 
 class ExecutionEngine(nn.Module):
@@ -119,7 +126,7 @@ class ExecutionEngine(nn.Module):
         """True if Triton's kernels run all modules in place, so that a CUDA graph can run them."""
         modules = [getattr(self, token) for token in self._runs.values()]
         are_chains = all(getattr(each, "conv_steps", None) is not None for each in modules)
-        return is_of_maps(self.roles) and are_chains and self.op_groups(by_kernels=True).keys() == self._runs.keys()
+        return num_kinds(self.roles) == 1 and are_chains and self.op_groups(by_kernels=True).keys() == self._runs.keys()
 
     def set_template(self, template: Template) -> None:
         """Set the calls of plans for CUDA graphs, and forget the graphs of other calls."""
@@ -175,38 +182,33 @@ class ExecutionEngine(nn.Module):
                 plans are for `triton` instead.
 
         Raises:
-            ValueError: there is no such execution; `attentions` is set, and the modules return none that the penalty
-                counts; or a CUDA graph is asked for without a template, or with another scheduler than the default,
-                which it does not use.
+            ValueError: there is no such execution, or `attentions` is set, and the modules return none that the penalty
+                counts.
         """
-        execution, template = execution or self.execution, None
+        execution = execution or self.execution
         check_choice("execution", execution, EXECUTIONS)
         if execution == "cuda_graph" and not training:
             execution = "triton"
-        elif execution == "cuda_graph":
-            graphs = self._executions.get(execution)
-            if not isinstance(graphs, CudaGraphs):
-                raise ValueError("a CUDA graph needs a template; iep.models.build.fit_template sets it")
-            template = graphs.template
-            if batching != DEFAULT_SCHEDULER:
-                raise ValueError(f"batching is {batching}, which a CUDA graph does not use")
+        run = self._executions.get(execution)
         if attentions and not self.makes_attentions:
             raise ValueError("the engine's modules return no attentions; those of the sets tbd and pooled do")
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
             sharing = not training or not any(isinstance(layer, NOT_ROW_BY_ROW) for layer in layers)
-        own: dict[str, Any] = {
-            "program_tokens": self.program_tokens,
-            "roles": self.roles,
-            "placement": self.placement,
-            "attentions": attentions,
+        return partial(
+            plan_programs,
+            program_tokens=self.program_tokens,
+            roles=self.roles,
+            batching=batching,
+            sharing=sharing,
+            placement=self.placement,
+            attentions=attentions,
             # Functions on several devices or workers have calls of their own.
-            "op_groups": None if self.placement or whole else self.op_groups(execution != DEFAULT_EXECUTION),
-            "whole": whole,
-            "execution": execution,
-            "template": template,
-        }
-        return partial(plan_programs, **own, batching=batching, sharing=sharing)
+            op_groups=None if self.placement or whole else self.op_groups(execution != DEFAULT_EXECUTION),
+            whole=whole,
+            execution=execution,
+            template=run.template if isinstance(run, CudaGraphs) else None,
+        )
 
     def plan(
         self,
@@ -248,16 +250,15 @@ class ExecutionEngine(nn.Module):
             raise ValueError(f"features of {len(features_NCHW)} images for a plan of {plan.num_images}")
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
-        device, placement = features_NCHW.device, self.placement
-        if placement is not None:
-            features_NCHW = features_NCHW.to(placement.device(STEM))
-        with _autocast_like(device, () if placement is None else map(torch.device, placement.devices)):
-            inputs = self._scene_values(self.stem(features_NCHW))
-            modules = {op: getattr(self, token) for op, token in self._runs.items()}
-            maps_BCHW, *attentions = self._executions[plan.execution](plan, modules, inputs, defer_weight_grads)
-            dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
-            attention = sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
-            return self.classifier(maps_BCHW).to(device), attention.to(device)
+        device = features_NCHW.device
+        if self.placement is not None:
+            features_NCHW = features_NCHW.to(self.placement.device(STEM))
+        inputs = self._scene_values(self.stem(features_NCHW))
+        modules = {op: getattr(self, token) for op, token in self._runs.items()}
+        maps_BCHW, *attentions = self._executions[plan.execution](plan, modules, inputs, defer_weight_grads)
+        dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
+        attention = sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
+        return self.classifier(maps_BCHW).to(device), attention.to(device)
 
     def _scene_values(self, stems_NCHW: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the value of `scene` in each kind of a plan's values; the set may have further kinds."""
@@ -272,12 +273,47 @@ class ExecutionEngine(nn.Module):
         return self.classifier(torch.cat(results))
 
 
-@contextmanager
-def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iterator[None]:
-    """Apply the autocast settings of `device` to other kinds of devices in the block."""
-    enabled = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if enabled else None
-    with ExitStack() as stack:
-        for kind in {other.type for other in others} - {device.type}:
-            stack.enter_context(torch.autocast(kind, dtype, enabled))
-        yield
+# Ways to run the module calls of a plan, which `choices.EXECUTIONS` describes
+
+
+def run_calls(plan: ProgramPlan, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
+    """Run one function in each call, or all of one number of arguments if they share their weights."""
+    return execute(plan.plan, {**modules, **grouped_modules(plan.plan, modules)}, inputs, defer)
+
+
+def run_kernels(plan: ProgramPlan, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
+    """Run all functions of an op group in each call, by Triton's kernels, which always defer weight gradients."""
+    from iep.batching.fused import kernel_modules  # which needs Triton
+
+    return execute(plan.plan, {**modules, **kernel_modules(plan.plan, modules)}, _for_kernels(inputs), True)
+
+
+class CudaGraphs:
+    """Run all calls of a template as CUDA graphs, which the first plan captures.
+
+    Args:
+        template: the calls of the plans.
+    """
+
+    def __init__(self, template: Template):
+        self.template = template
+        self._captured: dict[tuple[torch.dtype, bool], Any] = {}
+        """The graphs, by dtype and whether the stem is trained."""
+
+    def __call__(self, plan: ProgramPlan, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
+        """Return the programs' results."""
+        from iep.batching.cuda_graph import CapturedExecution  # which needs Triton
+
+        stems_NCHW = _for_kernels(inputs)[MAP]
+        key = stems_NCHW.dtype, stems_NCHW.requires_grad
+        if key not in self._captured:
+            self._captured[key] = CapturedExecution(plan.plan, modules, stems_NCHW)
+        results = self._captured[key](plan.plan, plan.graph.kinds[0].tolist(), stems_NCHW)
+        return (results[: len(plan.graph.roots)],)
+
+
+def _for_kernels(inputs: Inputs) -> Inputs:
+    """Return inputs in the dtype of autocast, in which kernels then compute, with maps in channels-last format."""
+    if (dtype := autocast_dtype(inputs[MAP])) is not None:
+        inputs = {kind: each.to(dtype) for kind, each in inputs.items()}
+    return {**inputs, MAP: inputs[MAP].contiguous(memory_format=torch.channels_last)}

@@ -35,15 +35,9 @@ class ExampleNorm(nn.BatchNorm2d):
     num_batches_tracked: Tensor
 
     def forward(self, x_GCHW: Tensor) -> Tensor:
-        """Return the normalised maps.
-
-        Raises:
-            ValueError: in training, the maps have a single position.
-        """
+        """Return the normalised maps, which in training must have more than one position."""
         if not self.training:
             return super().forward(x_GCHW)
-        if x_GCHW.shape[2:].numel() == 1:
-            raise ValueError(f"maps of a single position, {tuple(x_GCHW.shape)}, cannot be normalised one by one")
         self._update(x_GCHW.detach())
         # Group norm with groups of one channel: on a CPU, instance_norm has wrong gradients for a single row if the
         # gradient of its output is in channels_last format (PyTorch 2.8 to 2.15).

@@ -18,8 +18,8 @@ from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
 from iep.batching.template import Template
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER
-from iep.execution_engine.placement import Placement
-from iep.execution_engine.program_graph import Roles, module_graph, penalized, types_of, whole_graph
+from iep.execution_engine.parts import Placement
+from iep.execution_engine.roles import Roles, module_graph, penalized, types_of, whole_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,9 @@ def plan_programs(
         if (plan := template.plan_of(graph)) is not None:
             return ProgramPlan(graph, (), plan, tuple(program_tokens), roles, num_images, rows, None, execution)
         execution = "triton"
-    graph, types = whole_graph(graph, roles, count) if whole else (graph, types_of(graph, roles, count))
+    types = types_of(graph, roles, count)
+    if whole:
+        graph, types = whole_graph(graph, types, roles)
     schedule = make_schedule(graph, batching, op_groups)
     if placement is None:
         plan = make_plan(graph, schedule, types)

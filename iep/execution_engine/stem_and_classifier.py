@@ -1,7 +1,7 @@
 """The parts around an engine's modules: features -> maps, the stem, and a program's result -> logits, the classifier.
 
-Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material. The classifier's
-options are those of the original toolkit; the stem of pixels is ours.
+Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material. The options are those
+of the original toolkit.
 
 Shapes: B examples or images, C H W feature maps, A answers.
 """
@@ -15,25 +15,20 @@ from iep.execution_engine.choices import STEMS, check_choice
 
 
 def make_stem(
-    kind: str, feature_dim: int, widths: Sequence[int], out_dim: int, stride: int, norm: bool, bias: bool, pixels: int
+    kind: str, feature_dim: int, widths: Sequence[int], out_dim: int, stride: int, norm: bool, bias: bool
 ) -> nn.Sequential:
     """Return a stem: (B, feature_dim, H, W) features -> (B, out_dim, H / stride, W / stride).
 
     A stem 'conv' has 3x3 convolutions to `widths` and then `out_dim` channels. Each is followed by batch norm, if
-    `norm` is set, and ReLU; the last one has the stride. A stem 'pixels' is for patches of P x P pixels, which have
-    3 * P * P channels. It reassembles the picture, with small patches of `pixels` x `pixels` pixels as channels. Its
-    last convolutions halve the picture until it has the size of the grid. With `pixels` above 1, the first convolution
-    is 1x1 and embeds the small patches (Dosovitskiy et al. 2021, ViT, section 3.1). A stem 'none' has no layers: the
-    features are used as maps.
+    `norm` is set, and ReLU; the last one has the stride. A stem 'none' has no layers: the features are used as maps.
 
     Args:
         widths: the channels of the convolutions before the last.
         bias: convolutions have biases even before batch norm.
 
     Raises:
-        ValueError: the kind is unknown. For 'pixels', `feature_dim` is not 3 * P * P, `pixels` does not divide P,
-            P * stride / `pixels` is not a power of two, or there are too few convolutions. For 'none', the features do
-            not have `out_dim` channels, or the stride is not 1.
+        ValueError: the kind is unknown, or, for 'none', the features do not have `out_dim` channels or the stride is
+            not 1.
     """
     check_choice("stem", kind, STEMS)
     if kind == "none":
@@ -43,29 +38,9 @@ def make_stem(
             raise ValueError(f"stem_stride is {stride}, and there is no stem")
         return nn.Sequential()
     layers: list[nn.Module] = []
-    channels, first_side, strides = feature_dim, 3, [1] * len(widths) + [stride]
-    if kind == "pixels":
-        patch = round((feature_dim / 3) ** 0.5)
-        if 3 * patch * patch != feature_dim:
-            raise ValueError(f"features have {feature_dim} channels, expected 3 * P * P for patches of P x P pixels")
-        if patch % pixels:
-            raise ValueError(f"stem_pixels is {pixels}, expected a divisor of the patches' {patch} pixels")
-        shrink = patch // pixels * stride
-        halvings = shrink.bit_length() - 1
-        if shrink != 2**halvings:
-            raise ValueError(f"patches of {patch} pixels and a stride of {stride} are not a power of two together")
-        if len(widths) + 1 < halvings:
-            raise ValueError(
-                f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected "
-                f"at least {halvings} to halve patches of {patch} pixels to a stride of {stride}"
-            )
-        layers.append(nn.PixelShuffle(patch // pixels))
-        channels, first_side = 3 * pixels * pixels, 1 if pixels > 1 else 3
-        strides = [1] * (len(widths) + 1 - halvings) + [2] * halvings
-    sides = [first_side, *[3] * len(widths)]
-    for (before, after), side, step in zip(pairwise([channels, *widths, out_dim]), sides, strides, strict=True):
-        biased = bias or not norm
-        layers.append(nn.Conv2d(before, after, kernel_size=side, padding=side // 2, stride=step, bias=biased))
+    strides = [1] * len(widths) + [stride]
+    for (before, after), step in zip(pairwise([feature_dim, *widths, out_dim]), strides, strict=True):
+        layers.append(nn.Conv2d(before, after, kernel_size=3, padding=1, stride=step, bias=bias or not norm))
         layers += [nn.BatchNorm2d(after)] * norm
         layers.append(nn.ReLU(inplace=True))
     return nn.Sequential(*layers)

@@ -23,7 +23,7 @@ from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, INITIALIZATIONS, check_choice, make_module_set
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
+from iep.execution_engine.parts import Placement, Sample, make_placement, plan_sample
 from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.program_generator.seq2seq import Seq2Seq
@@ -51,7 +51,7 @@ def make_engine(
     Args:
         program_tokens: the program vocabulary, special tokens first.
         num_answers: A.
-        feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
+        feature_dim: C of the features.
         feature_height: H of the features.
         feature_width: W of the features.
         stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
@@ -83,7 +83,6 @@ def make_engine(
         given.stem_stride,
         given.stem_norm,
         stem_bias,
-        given.stem_pixels,
     )
     grid = height, width = -(-feature_height // given.stem_stride), -(-feature_width // given.stem_stride)
     returns_maps = result_kind(module_set.role(SCENE)) == MAP
@@ -257,15 +256,15 @@ def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: st
 
 def place_engine(
     engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample, memory_format: str | None = None
-) -> Costs:
-    """Place the parts of an engine by `--placement` and `--devices`, and return their costs for the sample.
+) -> str:
+    """Place the parts of an engine by `--placement` and `--devices`, and return a description of the placement.
 
     Raises:
-        InputError: the placement is invalid for these parts and devices.
+        InputError: the engine cannot be placed, or the sample has no programs, which `balanced` needs.
     """
-    costs = costs_of(engine, sample)
-    place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source), memory_format)
-    return costs
+    placement, description = make_placement(option, devices, engine, sample)
+    place_parts(engine, placement, memory_format)
+    return description
 
 
 # Ways to execute

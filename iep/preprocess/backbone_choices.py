@@ -4,5 +4,3 @@ RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 """The ResNets of torchvision that features can be computed with."""
 RESNET, RESNET_STAGE, RESNET_IMAGE_SIZE = "resnet101", 3, 224
 """The network, the stage and the image size of Johnson et al. 2017, section 4.1."""
-PATCH_SIZE = 8
-"""The side, in pixels, of features that are patches of the image."""

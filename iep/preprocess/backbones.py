@@ -1,4 +1,4 @@
-"""Pixels -> features: a torchvision ResNet up to a stage, the scene network, or patches of the pixels themselves.
+"""Pixels -> features: a torchvision ResNet up to a stage, or the scene network.
 
 A backbone is plain data: its kind and settings. Its `extractor` is a function of pixels. Its `recipe` is recorded in
 features files and in the checkpoints of models trained on them; `backbone_of` returns the backbone of a recipe.
@@ -17,58 +17,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from iep.backbone.network import SceneNetwork
 from iep.errors import InputError
 from iep.models.build import place
 from iep.models.checkpoint import BEST, load_checkpoint, step_checkpoints, unpack
-from iep.preprocess.backbone_choices import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
+from iep.preprocess.backbone_choices import RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.preprocess.recipe import Recipe, file_digest
 from iep.runtime.reading import reading
 
-GRID = 14
-"""The number of patches to a side."""
 DEFAULT_WEIGHTS = "torchvision IMAGENET1K_V1"
 RANDOM_WEIGHTS = "random, outputs of order 1"
 """The recorded name of the weights of `randomize`, which the seed follows."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-@dataclass(frozen=True)
-class Patches:
-    """A backbone that cuts the image into 14x14 patches, whose pixels are the channels: (3 * patch_size^2, 14, 14).
-
-    The channels are in the order of `torch.nn.functional.pixel_unshuffle` (colour, row, column in the patch), so that
-    `pixel_shuffle(features, patch_size)` is the resized image. A pixel x of 0 to 255 becomes x / 127.5 - 1.
-
-    Args:
-        patch_size: number of pixels to a side of a patch.
-    """
-
-    patch_size: int = PATCH_SIZE
-
-    @property
-    def input_size(self) -> tuple[int, int]:
-        """The width and height of the images in pixels."""
-        return (GRID * self.patch_size,) * 2
-
-    def recipe(self) -> Recipe:
-        return {
-            "backbone": "patches",
-            "patch_size": self.patch_size,
-            "image_size": self.input_size[0],
-            "normalisation": "x / 127.5 - 1",
-        }
-
-    def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function of pixels: (B, 3, H, W) uint8 -> (B, 3 * patch_size^2, 14, 14) float32."""
-
-        def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
-            patches_BCHW = functional.pixel_unshuffle(pixels_BCHW.to(device), self.patch_size)
-            return patches_BCHW.float().div_(127.5).sub_(1)
-
-        return extract
 
 
 SHIPPED_WEIGHTS = Path(__file__).parents[1] / "backbone" / "synth.safetensors"
@@ -203,7 +164,7 @@ class ResNet:
 
     def _model(self) -> nn.Module:
         try:
-            from torchvision import models  # patches do not need torchvision
+            from torchvision import models  # the scene network does not need torchvision
         except (ImportError, RuntimeError) as error:  # a RuntimeError if torchvision was built for another torch
             remedy = f"install the version that belongs to torch {torch.__version__}"
             raise InputError(f"torchvision cannot be imported ({error}); {remedy}") from None
@@ -224,7 +185,7 @@ class ResNet:
         return model
 
 
-Backbone = Patches | Scenes | ResNet
+Backbone = Scenes | ResNet
 
 
 def backbone_of(recipe: Mapping[str, Any], weights: str | None = None) -> Backbone:
@@ -239,12 +200,8 @@ def backbone_of(recipe: Mapping[str, Any], weights: str | None = None) -> Backbo
         InputError: the recipe is not that of a backbone, needs a file of weights, or was made with another file.
     """
     name, recorded = recipe.get("backbone"), str(recipe.get("weights"))
-    if name == "patches":
-        if weights is not None:
-            raise InputError("the features are patches of pixels, for which there are no weights")
-        backbone: Backbone = Patches(recipe["patch_size"])
-    elif name == "synth":
-        backbone = Scenes(weights or "default")
+    if name == "synth":
+        backbone: Backbone = Scenes(weights or "default")
     elif name in RESNETS:
         seed = re.fullmatch(RANDOM_WEIGHTS + r", seed (\d+)", recorded)
         chosen = weights or ("random" if seed else "default")

@@ -54,6 +54,25 @@ def _in_order(by_split: dict[str, Path]) -> dict[str, Path]:
     return dict(sorted(by_split.items(), key=lambda item: ([not item[0].startswith(kind) for kind in _ORDER], item[0])))
 
 
+def select_splits(
+    found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, what: str, hint: str = ""
+) -> dict[str, Path]:
+    """Return the files of the splits that the user named, or all that were found.
+
+    Args:
+        found: the files or directories of each split.
+        what: their content for the message, to whose end `hint` is added.
+
+    Raises:
+        InputError: a split was not found, or none.
+    """
+    for split in splits or ([] if found else ["train"]):
+        if split not in found:
+            there = ", ".join(found) or "none"
+            raise InputError(f"{clevr_dir}: no {what} of split {split!r} (found: {there}){hint}")
+    return {split: found[split] for split in splits} if splits else found
+
+
 def png_files(directory: Path) -> Iterator[Path]:
     """Return the PNG files of `directory` except hidden ones, which some systems leave beside the files they copy."""
     return (path for path in directory.glob("*.png") if not path.name.startswith("."))

@@ -1,44 +1,74 @@
-"""Question objects -> tokens -> int32 arrays, and the vocabulary by which they are encoded.
+"""Question files -> vocab.json and {split}_questions.h5 in the original toolkit's format.
 
-A question file is read once into a `QuestionSet`. `iep.vocab.tokenize` and `iep.programs.json_to_prefix` define the
-tokens, and `write_questions.py` writes the arrays.
+A question file is read once into a `QuestionSet`, which numbers the distinct tokens in the order of their first use.
+Counting tokens for a vocabulary and encoding with one are then array operations. `iep.vocab.tokenize` and
+`iep.programs.json_to_prefix` define the tokens. Files that are already done are skipped, and each file is written whole
+or not at all.
 
 Shapes: N questions, T question tokens, L program tokens.
 """
 
+import io
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache, partial
 from pathlib import Path
-from sys import intern
+from typing import Any
 
+import h5py
 import numpy as np
 
+from iep.data.features import open_hdf5, read_attributes
+from iep.data.question_file import CONTENT_DIGEST, split_files
+from iep.data.question_file import read_questions as read_questions_file
 from iep.errors import InputError
+from iep.models.checkpoint import load_checkpoint, vocab_of
 from iep.preprocess.clevr_files import image_number, read_questions
+from iep.preprocess.recipe import FORMAT, Recipe, check_same, file_digest, is_current, write_recipe
 from iep.programs import json_to_prefix
+from iep.runtime.files import arrays_digest, write_bytes
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, index_tokens, tokenize
 
 CLEVR = "clevr"
 """The name of the vocabulary of CLEVR v1.0, which may be given in place of a file."""
 
-Rows = list[list[str]]
-"""The tokens of each question."""
+
+class TokenRows:
+    """Rows of tokens, which are appended: row i is the next `lengths[i]` of `ids`, each a position in `names`."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.ids, self.lengths = array("i"), array("i")
+
+    def append(self, tokens: Sequence[str]) -> None:
+        names = self.names
+        self.ids.extend([names.setdefault(token, len(names)) for token in tokens])
+        self.lengths.append(len(tokens))
+
+    def frequent(self, threshold: int) -> list[str]:
+        """Return the tokens that occur at least `threshold` times."""
+        counts = np.bincount(self.ids, minlength=len(self.names))
+        return [name for name, count in zip(self.names, counts, strict=True) if count >= threshold]
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """The content of a question file, with None for missing parts; each row of `answers` is one token."""
+    """The content of a question file; parts that it does not have are missing.
+
+    Attributes:
+        source: the file, for messages.
+        tokens: the rows of `question`, `program` and `answer`; a row of the last is one token.
+        numbers: (N,) int32 `question_families`, `image_idxs` and `orig_idxs`.
+    """
 
     source: str
-    questions: Rows
-    programs: Rows | None
-    answers: Rows | None
-    image_idxs: np.ndarray
-    orig_idxs: np.ndarray
-    question_families: np.ndarray | None
+    tokens: dict[str, TokenRows]
+    numbers: dict[str, np.ndarray]
+
+    def names(self, kind: str) -> Sequence[str]:
+        """Return the distinct tokens of a kind."""
+        return tuple(self.tokens[kind].names) if kind in self.tokens else ()
 
 
 def load_questions(path: Path) -> QuestionSet:
@@ -51,37 +81,31 @@ def load_questions(path: Path) -> QuestionSet:
         InputError: the file cannot be read or is not a question file; or a question has no text, a value has a wrong
             type, or only some questions have a program, answer or family (names file, question and key).
     """
-    questions, programs, answers = Rows(), Rows(), Rows()
+    tokens = {kind: TokenRows() for kind in ("question", "program", "answer")}
     image_idxs, orig_idxs, families = array("i"), array("i"), array("i")
-    present = None
     for position, question in enumerate(read_questions(path, show_progress=True)):
         try:
-            questions.append(_interned(tokenize(question_text(question))))
+            tokens["question"].append(tokenize(question_text(question)))
             image_idxs.append(image_index(question))
             orig_idxs.append(question_index(question, position))
-            present = _optional_parts(question, present)
-            if "program" in present:
-                programs.append(_interned(json_to_prefix(question["program"])))
-            if "answer" in present:
-                answers.append(_interned([answer_token(question["answer"])]))
-            if "question_family_index" in present:
-                families.append(_integer(question["question_family_index"], "'question_family_index'"))
+            if question.get("program"):
+                tokens["program"].append(json_to_prefix(question["program"]))
+            if question.get("answer") is not None:
+                tokens["answer"].append([answer_token(question["answer"])])
+            if question.get("question_family_index") is not None:
+                families.append(_integer(question["question_family_index"], "question_family_index"))
         except InputError as error:
             raise InputError(f"{path}: question {position}: {error}") from None
+    parts = {kind: rows.lengths for kind, rows in tokens.items()} | {"question_family_index": families}
+    for key, part in parts.items():
+        if len(part) not in (0, len(image_idxs)):
+            raise InputError(f"{path}: {len(part)} of {len(image_idxs)} questions have {key!r}, expected all or none")
+    numbers = {"question_families": families, "image_idxs": image_idxs, "orig_idxs": orig_idxs}
     return QuestionSet(
         source=str(path),
-        questions=questions,
-        programs=programs or None,
-        answers=answers or None,
-        image_idxs=_int32(image_idxs),
-        orig_idxs=_int32(orig_idxs),
-        question_families=_int32(families) if families else None,
+        tokens={kind: rows for kind, rows in tokens.items() if rows.lengths},
+        numbers={name: np.array(values, dtype=np.int32) for name, values in numbers.items() if values},
     )
-
-
-def _interned(tokens: Sequence[str]) -> list[str]:
-    """Return the tokens as the one object that equal texts share; millions of copies would take several GB."""
-    return [intern(token) for token in tokens]
 
 
 def question_text(question: dict) -> str:
@@ -109,27 +133,16 @@ def answer_token(answer: object) -> str:
     raise InputError(f"'answer' is {answer!r:.60}, expected a string, a boolean or an integer")
 
 
-def _optional_parts(question: dict, before: list[str] | None) -> list[str]:
-    """Return the optional keys that a question has, which must be those of the questions `before`, if any."""
-    present = [key for key in ("program", "answer", "question_family_index") if question.get(key) not in (None, [])]
-    if before is not None and present != before:
-        key = min(set(present) ^ set(before))
-        raise InputError(f"{key!r} is {'present' if key in present else 'missing'}, unlike in the questions before it")
-    return present
-
-
 def image_index(question: dict) -> int:
     """Return the index of a question's image: `image_index`, or the number in `image_filename`.
 
     Raises:
         InputError: the question has neither, or the index is not an integer of 32 bits.
     """
-    if "image_index" in question:
-        return _integer(question["image_index"], "'image_index'")
-    number = image_number(str(question.get("image_filename", "")))
+    number = question.get("image_index", image_number(str(question.get("image_filename", ""))))
     if number is None:
         raise InputError("expected the key 'image_index', or 'image_filename' with a name like CLEVR_val_000000.png")
-    return _integer(number, "the image index in 'image_filename'")
+    return _integer(number, "image_index")
 
 
 def question_index(question: dict, position: int) -> int:
@@ -138,17 +151,13 @@ def question_index(question: dict, position: int) -> int:
     Raises:
         InputError: the index is not an integer of 32 bits.
     """
-    return _integer(question.get("question_index", position), "'question_index'")
+    return _integer(question.get("question_index", position), "question_index")
 
 
 def _integer(value: object, name: str) -> int:
     if type(value) is not int or not -(2**31) <= value < 2**31:
-        raise InputError(f"{name} is {value!r:.60}, expected an integer of 32 bits")
+        raise InputError(f"{name!r} is {value!r:.60}, expected an integer of 32 bits")
     return value
-
-
-def _int32(numbers: array) -> np.ndarray:
-    return np.array(numbers, dtype=np.int32)
 
 
 def build_vocab(questions: QuestionSet, unk_threshold: int, also: Vocab | None = None) -> Vocab:
@@ -159,9 +168,9 @@ def build_vocab(questions: QuestionSet, unk_threshold: int, also: Vocab | None =
     """
     also = also or Vocab((), (), ())
     return Vocab(
-        question=index_tokens((*_frequent(questions.questions, unk_threshold), *also.question)),
-        program=index_tokens(chain(also.program, *(questions.programs or ()))),
-        answer=index_tokens(chain(also.answer, *(questions.answers or ()))),
+        question=index_tokens((*questions.tokens["question"].frequent(unk_threshold), *also.question)),
+        program=index_tokens((*questions.names("program"), *also.program)),
+        answer=index_tokens((*questions.names("answer"), *also.answer)),
     )
 
 
@@ -170,12 +179,8 @@ def expand_vocab(vocab: Vocab, questions: QuestionSet, unk_threshold: int) -> Vo
 
     Only tokens that occur at least `unk_threshold` times in `questions` are added.
     """
-    new = sorted(set(_frequent(questions.questions, unk_threshold)) - set(vocab.question))
+    new = sorted(set(questions.tokens["question"].frequent(unk_threshold)) - set(vocab.question))
     return Vocab(vocab.question + tuple(new), vocab.program, vocab.answer)
-
-
-def _frequent(rows: Rows, threshold: int) -> Iterable[str]:
-    return [token for token, count in Counter(chain.from_iterable(rows)).items() if count >= threshold]
 
 
 def encode(questions: QuestionSet, vocab: Vocab, vocab_source: str, encode_unk: bool) -> dict[str, np.ndarray]:
@@ -187,42 +192,156 @@ def encode(questions: QuestionSet, vocab: Vocab, vocab_source: str, encode_unk: 
     Raises:
         InputError: a token is not in the vocabulary (names file, question, token and vocabulary).
     """
-
-    def indices(rows: Rows, kind: str) -> list[list[int]]:
-        """Return the indices of each row's tokens in the vocabulary's part `kind`, without padding."""
+    arrays = {}
+    for kind, rows in questions.tokens.items():
         table = {token: index for index, token in enumerate(getattr(vocab, kind)) if token not in SPECIAL_TOKENS}
-        if kind == "question" and encode_unk:
-            table = defaultdict(lambda: UNK, table)
-        found = []
-        for number, row in enumerate(rows):
-            try:
-                found.append([table[token] for token in row])
-            except KeyError as error:
-                (token,) = error.args
-                clevr = token in getattr(Vocab.clevr(), kind) and vocab_source != CLEVR
-                hint = f"--vocab {CLEVR} has it" if clevr else "give a vocabulary that has it with --vocab FILE"
-                hint += ", --encode-unk encodes such tokens as <UNK>" if kind == "question" else ""
-                what = f"{kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"
-                raise InputError(f"{questions.source}: question {number}: {what}") from None
-        return found
-
-    arrays = {"questions": _padded(indices(questions.questions, "question"))}
-    if questions.programs is not None:
-        arrays["programs"] = _padded(indices(questions.programs, "program"))
-    if questions.answers is not None:
-        arrays["answers"] = np.array(indices(questions.answers, "answer"), dtype=np.int32)[:, 0]
-    if questions.question_families is not None:
-        arrays["question_families"] = questions.question_families
-    return arrays | {"image_idxs": questions.image_idxs, "orig_idxs": questions.orig_idxs}
+        unknown = UNK if kind == "question" and encode_unk else -1
+        indices = np.array([table.get(name, unknown) for name in rows.names], dtype=np.int32)[np.asarray(rows.ids)]
+        if (missing := np.flatnonzero(indices < 0)).size:
+            token = list(rows.names)[rows.ids[missing[0]]]
+            number = np.searchsorted(np.cumsum(rows.lengths), missing[0], side="right")
+            clevr = token in getattr(Vocab.clevr(), kind) and vocab_source != CLEVR
+            hint = f"--vocab {CLEVR} has it" if clevr else "give a vocabulary that has it with --vocab FILE"
+            hint += ", --encode-unk encodes such tokens as <UNK>" if kind == "question" else ""
+            what = f"{kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"
+            raise InputError(f"{questions.source}: question {number}: {what}")
+        arrays[f"{kind}s"] = indices if kind == "answer" else _padded(indices, np.asarray(rows.lengths))
+    return arrays | questions.numbers
 
 
-def _padded(rows: list[list[int]]) -> np.ndarray:
+def _padded(indices: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
     """Return (N, longest row + 2) indices: <START>, the row, <END>, then <NULL>."""
-    lengths_N = np.array([len(row) for row in rows])
     columns = np.arange(lengths_N.max() + 2)
-    padded = np.full((len(rows), len(columns)), NULL, dtype=np.int32)
+    padded = np.full((len(lengths_N), len(columns)), NULL, dtype=np.int32)
     padded[:, 0] = START
-    # A boolean mask is filled row by row.
-    padded[(columns > 0) & (columns <= lengths_N[:, None])] = list(chain.from_iterable(rows))
-    padded[np.arange(len(rows)), lengths_N + 1] = END
+    padded[(columns > 0) & (columns <= lengths_N[:, None])] = indices  # a boolean mask is filled row by row
+    padded[np.arange(len(padded)), lengths_N + 1] = END
     return padded
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """The options of encoding questions.
+
+    Args:
+        vocab: a vocab.json, or a checkpoint or run whose vocabulary to use, instead of building one; `clevr` is that of
+            CLEVR v1.0.
+        expand_vocab: add new question tokens to `vocab`.
+        unk_threshold: a question token enters the vocabulary if it occurs at least this many times.
+        encode_unk: encode question tokens that are not in the vocabulary as <UNK>; otherwise they are an error.
+        also: tokens that a vocabulary that is built contains even if they do not occur.
+    """
+
+    vocab: Path | None = None
+    expand_vocab: bool = False
+    unk_threshold: int = 1
+    encode_unk: bool = False
+    also: Vocab | None = None
+
+
+def preprocess_questions(
+    files: dict[str, Path],
+    out: Path,
+    options: QuestionOptions,
+    overwrite: bool,
+    say: Callable[[str], None],
+    verify: bool = False,
+) -> None:
+    """Encode the question files of some splits into `out`, after reading and checking all of them.
+
+    The vocabulary is `options.vocab`, or is built from the questions of the first split whose name begins with `train`,
+    or else is the `vocab.json` that an earlier run wrote to `out`.
+
+    Args:
+        files: split -> question file.
+        out: the directory of `vocab.json` and `{split}_questions.h5`.
+        overwrite: replace files made from other questions or with other options; otherwise they are errors.
+        say: a function that is called with one line for each file.
+        verify: read the files that are already done, and check that they are undamaged.
+
+    Raises:
+        InputError: the questions or the vocabulary are invalid, or a file in `out` was made differently or is damaged.
+        OSError: a file cannot be written (names it).
+    """
+    load = cache(lambda split: load_questions(files[split]))
+    digests = {split: file_digest(path) for split, path in files.items()}
+    vocab, source, made_from = _vocabulary(files, digests, out, options, load)
+    common: dict[str, str | int] = {"vocab_digest": vocab.digest, "encode_unk": int(options.encode_unk)}
+    recipes = {split: {"questions_digest": digest, **common} for split, digest in digests.items()}
+
+    def check(path: Path, recipe: Recipe) -> None:
+        check_same(path, _recorded(path), recipe)
+        if verify:
+            read_questions_file(path, vocab)
+
+    def check_vocab() -> None:
+        check_same(vocab_path, {"tokens": Vocab.load(vocab_path).digest}, {"tokens": vocab.digest})
+
+    vocab_path, targets = out / "vocab.json", {split: split_files(out, split)[0] for split in files}
+    todo = [s for s, path in targets.items() if not is_current(path, partial(check, path, recipes[s]), overwrite)]
+    vocab_is_done = is_current(vocab_path, check_vocab, overwrite)
+
+    arrays = {split: encode(load(split), vocab, source, options.encode_unk) for split in todo}
+    if not vocab_is_done:
+        vocab.save(vocab_path)
+    for split in todo:
+        _write(targets[split], arrays[split], recipes[split] | {"vocab_from": made_from})
+    sizes = f"{len(vocab.question)} question, {len(vocab.program)} program, {len(vocab.answer)} answer tokens"
+    say(f"{vocab_path}: {'already done' if vocab_is_done else sizes}")
+    for split, path in targets.items():
+        say(f"{path}: {len(arrays[split]['questions'])} questions" if split in todo else f"{path}: already done")
+
+
+def _vocabulary(
+    files: dict[str, Path],
+    digests: dict[str, str],
+    out: Path,
+    options: QuestionOptions,
+    load: Callable[[str], QuestionSet],
+) -> tuple[Vocab, str, str]:
+    """Return the vocabulary to encode with, the name of its source for messages, and its recipe for `vocab_from`."""
+    train = next((split for split in files if split.startswith("train")), None)
+    given = options.vocab or (None if train else out / "vocab.json")
+    split = train or next(iter(files))
+    made_from = f"questions {digests[split]} unk_threshold {options.unk_threshold}"
+    if given is not None:
+        if options.vocab is None and not given.exists():
+            raise InputError(f"{given}: no such file, preprocess the train split first or give --vocab FILE")
+        known = _loaded(given)
+        if not options.expand_vocab:
+            return known, str(given), f"vocabulary {known.digest}"
+        made_from = f"vocabulary {known.digest} expanded by {made_from}"
+    try:  # the vocabulary that an earlier run made in this way, without reading the questions again
+        found, vocab = _recorded(split_files(out, split)[0]), Vocab.load(out / "vocab.json")
+        if (found.get("vocab_from"), found.get("vocab_digest")) == (made_from, vocab.digest):
+            return vocab, str(out / "vocab.json"), made_from
+    except InputError:
+        pass  # a file is missing or damaged; what it should be is made again, and then compared with it
+    if given is not None:
+        vocab = expand_vocab(known, load(split), options.unk_threshold)
+        return vocab, f"{given} expanded by {files[split]}", made_from
+    return build_vocab(load(split), options.unk_threshold, options.also), f"of {files[split]}", made_from
+
+
+def _loaded(given: Path) -> Vocab:
+    """Return the vocabulary that `QuestionOptions.vocab` names."""
+    if str(given) == CLEVR:
+        return Vocab.clevr()
+    if given.suffix == ".json":
+        return Vocab.load(given)
+    return vocab_of(load_checkpoint(given), given)
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    with open_hdf5(path) as file:
+        return read_attributes(file)
+
+
+def _write(path: Path, arrays: dict[str, np.ndarray], recipe: Recipe) -> None:
+    # The file is made in memory, because HDF5 reports a full disk late and in unclear words.
+    image = io.BytesIO()
+    with h5py.File(image, "w", libver=FORMAT) as file:
+        for name, values in arrays.items():
+            file.create_dataset(name, data=values)
+        write_recipe(file, {**recipe, CONTENT_DIGEST: arrays_digest(arrays)})
+    write_bytes(path, image.getvalue())

@@ -13,46 +13,30 @@ import torch
 from PIL import Image, ImageOps
 
 from iep.data.loader import Loading, made_ahead
-from iep.errors import InputError
 from iep.runtime.reading import reading
 
-_OF_16_BITS = ("PNG", "PPM")
-"""Formats whose grey values have at most 16 bits, though Pillow may store them in 32 bits (mode I)."""
 
-
-def open_image(path: Path | Image.Image) -> Image.Image:
-    """Decode an image, a file or one of Pillow, to RGB, rotated by its EXIF data, and with 16 bits of grey scaled to 8.
+def open_image(path: Path | str | Image.Image) -> Image.Image:
+    """Decode an image, a file or one of Pillow, to RGB, rotated by its EXIF data.
 
     Raises:
-        InputError: the file is missing, truncated or not an image, or its pixels have no maximum that means white.
+        InputError: the file is missing, truncated or not an image.
     """
     if isinstance(path, Image.Image):
-        return _rgb(ImageOps.exif_transpose(path), path.format)
+        return ImageOps.exif_transpose(path).convert("RGB")
     with reading(path, "an image"), Image.open(path) as image:
-        return _rgb(ImageOps.exif_transpose(image), image.format)
-
-
-def _rgb(image: Image.Image, kind: str | None) -> Image.Image:
-    """Convert `image` from a file of a `kind` to RGB; Pillow itself would turn everything above 255 white."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and kind in _OF_16_BITS):
-        grey_HW = np.asarray(image).astype(np.int64)
-        return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8)).convert("RGB")  # 65535 / 255 is 257
-    if image.mode in ("I", "F"):
-        numbers = "whole numbers of 32 bits" if image.mode == "I" else "fractions"
-        raise InputError(
-            f"is an image of {numbers} (mode {image.mode}), in which white is undefined; expected 8 or 16 bits"
-        )
-    return image.convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def read_image(path: Path | Image.Image, size: tuple[int, int]) -> np.ndarray:
     """Return the (3, H, W) uint8 RGB pixels of an image, resized by bicubic interpolation to a width and height.
 
     Raises:
-        InputError: the file is missing, truncated or not an image, or its pixels have no maximum that means white.
+        InputError: the file is missing, truncated or not an image.
     """
     pixels = open_image(path).resize(size, Image.Resampling.BICUBIC)
-    return np.asarray(pixels).transpose(2, 0, 1)
+    # Convolutions round differently in another memory format, which workers would not keep.
+    return np.ascontiguousarray(np.asarray(pixels).transpose(2, 0, 1))
 
 
 def image_batches(

@@ -21,7 +21,6 @@ from iep.errors import InputError, nearest
 from iep.preprocess.clevr_files import read_scenes, scenes_path
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import listing, value_digest
-from iep.runtime.devices import available_memory
 from iep.runtime.distributed import is_main
 from iep.runtime.reading import reading
 from iep.synth.world import ATTRIBUTES, VALUES
@@ -73,14 +72,8 @@ class SceneImages:
         """Return the same images, all decoded, by `workers` processes.
 
         Raises:
-            InputError: they do not fit into memory, or a file is missing or not an image.
+            InputError: a file is missing or not an image.
         """
-        need, available = len(self) * self.row_bytes, available_memory()
-        if need > available:
-            raise InputError(
-                f"{self.path}: its images take {need:,} bytes of memory, and {available:,} are available; without "
-                "features_in_memory they are decoded as they are needed"
-            )
         other = copy(self)
         other._pixels_NCHW, end = np.empty(self.shape, np.uint8), 0
         with tqdm(total=len(self), desc=str(self.path), unit="image", disable=not is_main()) as bar:

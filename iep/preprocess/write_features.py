@@ -24,12 +24,11 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from iep.data.features import IMAGES, IMAGES_DIGEST, Features
-from iep.data.hdf5 import open_hdf5, read_attributes
+from iep.data.features import IMAGES, IMAGES_DIGEST, Features, open_hdf5, read_attributes
 from iep.errors import InputError
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, is_current, value_digest, write_recipe
 from iep.runtime.distributed import barrier, by_main, is_main
-from iep.runtime.files import atomic_path, os_errors_name, row_checksums, sync_directory
+from iep.runtime.files import atomic_path, os_errors_name, row_checksums
 from iep.runtime.signals import deferred
 
 _DATASET, _CHECKSUMS, _IMAGES = "features", "checksums", "image_checksums"
@@ -117,7 +116,6 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool) -> Iterator[Fe
         barrier()
         if is_main():
             os.replace(partial, path)
-            sync_directory(path.parent)
 
 
 def _resume(partial: Path, spec: FeaturesSpec, overwrite: bool) -> np.ndarray:

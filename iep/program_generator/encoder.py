@@ -36,12 +36,7 @@ def encode(embed: nn.Embedding, rnn: nn.LSTM, tokens_BT: Tensor) -> Tensor:
     The LSTM runs over the padded matrix in one call. Padding follows the returned state and cannot change it, but takes
     time: batches are trimmed when they are made. For a sequence of only padding, the state after one `<NULL>` is
     returned.
-
-    Raises:
-        ValueError: `tokens_BT` is not a matrix with at least one column.
     """
-    if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0:
-        raise ValueError(f"tokens have shape {tuple(tokens_BT.shape)}, expected (examples, tokens)")
     states_BTH, _ = rnn(embed(tokens_BT))
     last_B = (lengths(tokens_BT) - 1).clamp(min=0)
     return states_BTH[torch.arange(len(last_B), device=last_B.device), last_B]

@@ -1,9 +1,8 @@
-"""Devices by name, the precision in which they compute, and memory: used, available, and errors about too little."""
+"""Devices by name, the precision in which they compute, peak memory, and errors about too little memory."""
 
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -32,8 +31,6 @@ def resolve_device(name: str) -> torch.device:
         raise InputError(f"device {name!r}: not available here ({str(error).splitlines()[0]})") from None
     if world_size() > 1 and device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL and other libraries use the current device of the process
-    if device.type == "meta":
-        raise InputError(f"device {name!r}: stores no values and cannot be used")
     return device
 
 
@@ -47,31 +44,6 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def available_memory() -> int:
-    """Return the number of bytes that this process can still allocate, given the machine and its control groups."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return min([machine, *left_in_groups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())])
-
-
-def left_in_groups(root: Path, groups: str) -> list[int]:
-    """Return the number of free bytes of each control group (version 2) with a limit; cached file pages count as free.
-
-    Args:
-        root: the directory where control groups are mounted. A container mounts only its own group, as the root.
-        groups: the content of /proc/self/cgroup.
-    """
-    left = []
-    for line in (line for line in groups.splitlines() if line.startswith("0::")):
-        inner = root / line.removeprefix("0::").lstrip("/")
-        for group in (inner, *inner.parents):
-            if (group / "memory.max").exists() and (most := (group / "memory.max").read_text().strip()) != "max":
-                counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                used = int((group / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
-                left.append(int(most) - used)
-    return left
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -8,16 +8,15 @@ must call the collective functions, from `barrier` on, at the same points.
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from iep.errors import InputError
-from iep.runtime.signals import default_signals, end_with_parent
+from iep.runtime.signals import end_with_parent
 
 T = TypeVar("T")
 
@@ -35,32 +34,17 @@ def joined() -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # if torchrun itself is killed, this process stops and saves
     try:
-        with default_signals():  # Python cannot run a handler while the C++ code waits for other processes
-            _connect()
+        _connect()
     except (ValueError, RuntimeError) as error:
         what = " ".join(str(error).split())[:300]
         raise InputError(f"WORLD_SIZE is set, as by torchrun, but the processes cannot connect: {what}") from None
     try:
         yield
-    except InputError:
-        if not is_main():
-            time.sleep(3)  # the first process usually reports the same error, and torchrun ends this one meanwhile
-        raise
-    except RuntimeError as error:
-        if not _is_lost_peer(error):
-            raise
-        what = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"process {rank()} of {world_size()}: stopped, probably because another process of the job ended ({what})"
-        ) from None
     finally:
         dist.destroy_process_group()
 
 
 def _connect() -> None:
-    given, size = int(os.environ.get("RANK", 0)), int(os.environ["WORLD_SIZE"])
-    if given >= size:  # the processes would wait for one another
-        raise ValueError(f"RANK is {given}, expected a number below {size}")
     store, number, size = next(dist.rendezvous("env://"))
     # torchrun keeps its store when it restarts processes, and with it the addresses of those that have ended. Several
     # machines do not agree on the number of restarts; scripts/train_nodes.sh makes torchrun start new stores instead.
@@ -68,12 +52,6 @@ def _connect() -> None:
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_nccl else "gloo", store=store, rank=number, world_size=size)
-
-
-def _is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another process has ended."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket", "NCCL")
-    return isinstance(error, dist.DistError) or ("gloo" in str(error) and any(sign in str(error) for sign in signs))
 
 
 def rank() -> int:
@@ -133,11 +111,7 @@ def broadcast(value: T) -> T:
     return values[0]
 
 
-@overload
-def attempt(make: Callable[[], T]) -> T: ...
-@overload
-def attempt(make: Callable[[], T], here: bool) -> T | Any: ...
-def attempt(make: Callable[[], T], here: bool = True) -> T | None:
+def attempt(make: Callable[[], T], here: bool = True) -> T | Any:
     """Return what `make()` returns in the processes where `here` is set, and None in the others.
 
     Raises:

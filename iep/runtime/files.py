@@ -5,7 +5,6 @@
 Shapes: N rows.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -13,7 +12,6 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +34,13 @@ def atomic_path(target: Path, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `target`, and rename it to `target` when the block ends without an error.
 
     The temporary file is removed when the block raises. `target` therefore has either its old content or the complete
-    new content.
+    new content. `remove_temporaries` removes the temporary file of a process that was killed.
 
     Args:
-        durable: flush the file to disk before the rename, and the directory after it, so that the new content survives
-            a power failure.
+        durable: flush the file to disk before the rename, since a power failure could otherwise leave it empty.
 
     Raises:
-        OSError: the block or the rename failed. Its `filename` is `target`, never the temporary path.
+        OSError: the block or the rename failed; the error names a file.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -55,56 +52,28 @@ def atomic_path(target: Path, durable: bool = True) -> Iterator[Path]:
                 with open(temporary, "rb") as file:
                     os.fsync(file.fileno())
             os.replace(temporary, target)
-            if durable:
-                sync_directory(target.parent)
-    except OSError as error:
-        if error.filename == str(temporary):
-            error.filename, error.filename2 = str(target), None
-        raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush the directory entries of `directory` to disk, if its file system supports this."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(handle)
-
-
-def remove_temporaries(directory: Path, name: str) -> None:
-    """Remove the temporary files that killed processes left for targets whose names match the pattern `name`.
-
-    No other process may be writing these targets at the time.
-    """
-    for left in directory.glob(".*.tmp"):
-        if fnmatch(left.name.lstrip("."), f"{name}.*.tmp"):  # a temporary file may have a temporary file itself
-            left.unlink(missing_ok=True)
+def remove_temporaries(directory: Path) -> None:
+    """Remove the temporary files that killed processes left in `directory`, to which no other process may write now."""
+    for left in directory.glob(".*.[0-9]*.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def check_writable(targets: Iterable[Path]) -> None:
-    """Create the directories of `targets`, and check that the files can be written, before they are computed.
+    """Create the directories of `targets`, and check that files can be written there, before they are computed.
 
     Raises:
-        OSError: a target cannot be written; the error names it.
+        OSError: a target is a directory, or its directory cannot be created or written.
     """
     for target in targets:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise NotADirectoryError(errno.ENOTDIR, "its directory is a file", str(target)) from None
+        target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "a directory, expected a file", str(target))
-        try:
-            with tempfile.TemporaryFile(dir=target.parent):
-                pass
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(target)) from None
+            raise IsADirectoryError(f"{target}: a directory, expected a file")
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
 
 
 def write_bytes(target: Path, content: bytes) -> None:

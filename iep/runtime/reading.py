@@ -20,19 +20,17 @@ def reading(path: Path | str, what: str) -> Iterator[None]:
     """Report every failure of the block, which reads the file `path`, in one line that names the file.
 
     Args:
-        path: the file, which must be a regular one, because reading a pipe or a device could block forever.
+        path: the file.
         what: the expected kind of file with its article, such as "a checkpoint".
 
     Raises:
-        InputError: the file is missing, is not a regular file, cannot be read, or is not `what`. The file's name is
-            added to an `InputError` of the block that does not begin with it.
+        InputError: the file is missing, cannot be read, or is not `what`. The file's name is added to an `InputError`
+            of the block that does not begin with it.
     """
     path = Path(path)
     try:
         if path.is_dir():
             raise InputError(f"is a directory, expected {what}")
-        if path.exists() and not path.is_file():
-            raise InputError(f"is not a regular file, expected {what}")
         yield
     except FileNotFoundError as error:
         missing = Path(error.filename or path)
@@ -44,18 +42,6 @@ def reading(path: Path | str, what: str) -> Iterator[None]:
     except Exception as error:  # libraries raise all kinds of errors for damaged files
         reason = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise InputError(f"{path}: not {what} ({reason})") from None
-
-
-def check_utf8(text: str, what: str) -> None:
-    """Check that a text has no lone surrogates, which `\\ud800` in JSON and file names of other encodings become.
-
-    Raises:
-        InputError: it has one; the message calls the text `what`.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{what} is not UTF-8 text") from None
 
 
 def read_json(path: Path | str, what: str = "a JSON file") -> Any:

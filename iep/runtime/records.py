@@ -2,8 +2,8 @@
 
 A tracker, Weights & Biases or trackio, gets the same numbers if the run names one.
 
-Every row opens the files anew. TensorBoard's own writer has a thread, in which the error of a full disk could not be
-caught.
+Every row opens the files anew. TensorBoard's own writer has a thread, which would print the traceback of an error such
+as that of a full disk.
 """
 
 import json
@@ -109,9 +109,7 @@ def read_rows(path: Path) -> list[Row]:
         OSError: the file cannot be read.
     """
     rows = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
     return rows

@@ -1,17 +1,15 @@
 """Ctrl-C and SIGTERM -> one line and exit code 130 or 143, without interrupting work that must be completed.
 
-Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is. Inside `deferred()`
-the exception is delayed until the end of the block. A second signal ends the process at once, as is the system's
-default. `cli/command.py` prints the line and exits; `training/loop.py` saves a stopped training run.
+Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is, as Python raises
+`KeyboardInterrupt`. Inside `deferred()` the exception is delayed until the end of the block. `cli/command.py` prints
+the line and exits; `training/loop.py` saves a stopped training run.
 """
 
 import ctypes
-import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -20,7 +18,6 @@ _PR_SET_PDEATHSIG = 1
 
 _stop_signal: signal.Signals | None = None
 _depth = 0
-_process: int | None = None
 
 
 class Stopped(BaseException):
@@ -41,46 +38,23 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def _installed(handlers: Mapping[int, Callable | signal.Handlers]) -> Iterator[None]:
-    """Install handlers by signal, and restore the previous ones at the end of the block."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def handled() -> Iterator[None]:
     """Make a signal raise `Stopped` in the block, and restore the previous handlers at its end.
 
     This has no effect outside of the main thread and inside another `handled()`.
     """
-    global _stop_signal, _process
-    if threading.current_thread() is not threading.main_thread() or _process == os.getpid():
+    global _stop_signal
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is _request_stop:
         yield
         return
-    _process = os.getpid()
-    hook, sys.unraisablehook = sys.unraisablehook, _note_lost
-    with _installed(dict.fromkeys((*SIGNALS, signal.SIGALRM), _answer)):
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            sys.unraisablehook = hook
-            _process, _stop_signal = None, None
-
-
-@contextmanager
-def answering() -> Iterator[None]:
-    """Run the block, which handles a `Stopped`, without raising another one in it or at its end."""
-    global _depth
-    _depth += 1
+    before = [signal.signal(number, _request_stop) for number in SIGNALS]
     try:
         yield
     finally:
-        _depth -= 1
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+        _stop_signal = None
 
 
 @contextmanager
@@ -90,15 +64,14 @@ def deferred() -> Iterator[None]:
     Raises:
         Stopped: at the end of the block, unless it raises something else.
     """
-    with answering():
+    global _depth
+    _depth += 1
+    try:
         yield
+    finally:
+        _depth -= 1
     if _stop_signal is not None and not _depth:
         raise Stopped(_stop_signal)
-
-
-def default_signals() -> AbstractContextManager[None]:
-    """Return a context in which a signal ends the process at once, as is the system's default. Main thread only."""
-    return _installed(dict.fromkeys(SIGNALS, signal.SIG_DFL))
 
 
 def stop_signal() -> signal.Signals | None:
@@ -106,41 +79,19 @@ def stop_signal() -> signal.Signals | None:
     return _stop_signal
 
 
-def _answer(number: int, frame: FrameType | None) -> None:
+def _request_stop(number: int, frame: FrameType | None) -> None:
+    """Raise or delay `Stopped`. A second Ctrl-C ends the process at once, by the system's default action.
+
+    A further SIGTERM is ignored: torchrun sends one to its processes even after they got a signal, and a process or
+    batch system that does not want to wait sends SIGKILL.
+    """
     global _stop_signal
-    if os.getpid() != _process:
-        return  # a child that has no handlers of its own yet; its parent decides when it ends
-    if number != signal.SIGALRM:
-        if _stop_signal is not None:
-            return  # only under torchrun, see below
-        _stop_signal = signal.Signals(number)
-        # torchrun sends SIGTERM to its processes even after they got a SIGINT or SIGTERM; there, only Ctrl-C is a
-        # second signal. It kills processes that do not end in half a minute.
-        for again in (signal.SIGINT,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
-            signal.signal(again, signal.SIG_DFL)
-    if _stop_signal is None or _depth:
+    if _stop_signal is not None:
         return
-    if _is_importing(frame):
-        signal.setitimer(signal.ITIMER_REAL, 0.05)  # later
-        return
-    raise Stopped(_stop_signal)
-
-
-def _note_lost(lost: "sys.UnraisableHookArgs") -> None:
-    """Raise `Stopped` again if a destructor or a callback raised it, since Python drops such exceptions."""
-    if isinstance(lost.exc_value, Stopped):
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-    else:
-        sys.__unraisablehook__(lost)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    """Return whether a module is being imported; libraries with optional imports would catch the exception."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
+    _stop_signal = signal.Signals(number)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not _depth:
+        raise Stopped(_stop_signal)
 
 
 def end_with_parent(number: int) -> None:

@@ -9,16 +9,15 @@ and annotated by `annotations.py`; questions come from `question_generator.py`.
 import io
 import json
 import multiprocessing
-import shutil
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -36,8 +35,7 @@ from iep.synth.presets import SPLITS, Options
 from iep.synth.question_generator import Question, ask
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
-from iep.synth.tally import Tally
-from iep.synth.templates import CLOSURE_GROUPS, FAMILIES, FAMILIES_OF
+from iep.synth.templates import FAMILIES, FAMILIES_OF
 from iep.vocab import Vocab
 
 BLOCK = 50
@@ -48,26 +46,12 @@ INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}
 Progress = Callable[[str, int], None]
 
 
-@dataclass(frozen=True)
-class Made:
-    """A block's entries in the scenes file and in each questions file as JSON text, and the tally of its questions."""
-
-    scenes: str
-    questions: dict[Path, str]
-    tally: Tally
-
-
 def synthesize(
-    out: Path,
-    options: Options,
-    workers: int = 1,
-    force: bool = False,
-    progress: Progress = lambda split, images: None,
-) -> dict[str, Tally | None]:
-    """Write the data set to the directory `out`; return the tally of each split's questions, None if it was done.
+    out: Path, options: Options, workers: int = 1, progress: Progress = lambda split, images: None
+) -> list[str]:
+    """Write the data set to the directory `out`; return the splits that an earlier run had finished.
 
     Args:
-        force: replace a data set that was made with other options.
         progress: is called with a split and the number of images just made.
 
     Raises:
@@ -78,19 +62,18 @@ def synthesize(
     splits = [split for split in SPLITS if getattr(options, split)]
     for split in splits:
         make_image(options, split, 0, Counter())  # finds options that do not go together before anything is written
-    _claim(out, options, force)
-    tallies: dict[str, Tally | None] = {}
+    _claim(out, options)
+    finished = [split for split in splits if _is_finished(out, options, split)]
     with _mapping(workers) as run:
         for split in splits:
             count = getattr(options, split)
-            if _is_finished(out, options, split):
-                tallies[split] = None
+            if split in finished:
                 progress(split, count)
                 continue
             blocks = [range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
             made = run(partial(_make_block, out, options, split), blocks)
-            tallies[split] = _write_split(out, options, split, zip(blocks, made, strict=True), progress)
-    return tallies
+            _write_split(out, options, split, zip(blocks, made, strict=True), progress)
+    return finished
 
 
 def make_image(options: Options, split: str, index: int, balance: Counter) -> tuple[Scene, dict, list[Question]]:
@@ -114,10 +97,10 @@ def make_image(options: Options, split: str, index: int, balance: Counter) -> tu
     )
 
 
-def _make_block(out: Path, options: Options, split: str, indices: range) -> Made:
-    """Write the images of a block, and return the rest."""
-    balance, tally = Counter[tuple[int, str]](), Tally()
-    scenes, questions = [], defaultdict(list)
+def _make_block(out: Path, options: Options, split: str, indices: range) -> dict[Path, str]:
+    """Write the images of a block, and return its entries in each of the split's JSON files as text."""
+    balance, entries = Counter[tuple[int, str]](), defaultdict(list)
+    scenes_paths, _ = _json_paths(out, options, split)
     for index in indices:
         scene, entry, generated = make_image(options, split, index, balance)
         paths = _picture_paths(out, options, split, index)
@@ -125,12 +108,12 @@ def _make_block(out: Path, options: Options, split: str, indices: range) -> Made
         if len(paths) == 2:
             depth_HW = annotate(scene, entry["objects"], options.width, options.height)
             _write_png(paths[1], partial(np.asarray, depth_HW))
-        scenes.append(json.dumps(entry))
+        for path in scenes_paths:
+            entries[path].append(json.dumps(entry))
         for number, question in enumerate(generated, index * options.questions_per_image):
             path = _questions_path(out, options, split, FAMILIES[question.family].group)
-            questions[path].append(json.dumps(question_json(question, split, index, number)))
-            tally.add(question.program, question.answer)
-    return Made(", ".join(scenes), {path: ", ".join(texts) for path, texts in questions.items()}, tally)
+            entries[path].append(json.dumps(question_json(question, split, index, number)))
+    return {path: ", ".join(texts) for path, texts in entries.items()}
 
 
 def _write_png(path: Path, draw: Callable[[], np.ndarray]) -> None:
@@ -159,14 +142,13 @@ def question_json(question: Question, split: str, image: int, number: int) -> di
 
 
 def _write_split(
-    out: Path, options: Options, split: str, results: Iterator[tuple[range, Made]], progress: Progress
-) -> Tally:
+    out: Path, options: Options, split: str, results: Iterator[tuple[range, dict[Path, str]]], progress: Progress
+) -> None:
     """Write a split's questions and scenes as its blocks arrive; the files appear when all blocks are written.
 
     Raises:
         InputError: a file would have no question.
     """
-    tally = Tally()
     head = json.dumps({"info": {"split": split, **INFO}})[:-1]
     scenes, questions = _json_paths(out, options, split)
     empty = set(questions)
@@ -174,16 +156,14 @@ def _write_split(
         add = {path: stack.enter_context(list_file(path, f'{head}, "questions": [')) for path in questions}
         add |= {path: stack.enter_context(list_file(path, f'{head}, "scenes": [')) for path in scenes}
         for block, made in results:
-            for path, texts in (made.questions | dict.fromkeys(scenes, made.scenes)).items():
+            for path, texts in made.items():
                 add[path](texts)
-            empty -= made.questions.keys()
-            tally.update(made.tally)
+            empty -= made.keys()
             progress(split, len(block))
         if empty:
             raise InputError(
                 f"{min(empty)}: would have no question; make more images, ask more questions about each, or add objects"
             )
-    return tally
 
 
 def _json_paths(out: Path, options: Options, split: str) -> tuple[list[Path], list[Path]]:
@@ -235,12 +215,11 @@ def _prepare_worker() -> None:
     end_with_parent(signal.SIGKILL)
 
 
-def _claim(out: Path, options: Options, force: bool) -> None:
+def _claim(out: Path, options: Options) -> None:
     """Make `out` this data set's directory, unless it is.
 
     A directory that was made with fewer images is extended: its pictures are kept, and their questions are made again
-    as they were, since they do not depend on the number of later ones. `force` clears a directory that was made with
-    other options.
+    as they were, since they do not depend on the number of later ones.
 
     Raises:
         InputError: `out` contains something else or was made with other options (names the first), or its record is
@@ -259,26 +238,19 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     given = record | record["rules"]
     larger = [split for split in SPLITS if isinstance(there.get(split), int) and there[split] < given[split]]
     others = [name for name in given if there.get(name) != given[name] and name not in ("rules", *larger)]
-    if others and not force:
+    if others:
         name = others[0]
         option = name if name == "generator" else f"--{name.replace('_', '-')}"
         raise InputError(
-            f"{out}: was made with {option} {there.get(name)}, now it is {given[name]}; choose a new directory or give "
-            "--force; only more images can be added"
+            f"{out}: was made with {option} {there.get(name)}, now it is {given[name]}; choose a new directory; only "
+            "more images can be added"
         )
-    if others:
-        for part in ("images", "depth", "questions", "scenes"):
-            if (out / part).exists():
-                shutil.rmtree(out / part)
-        for group, split in product(CLOSURE_GROUPS, SPLITS):
-            (out / f"{group}_{split}.json").unlink(missing_ok=True)
-    else:
-        for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
-            temporary.unlink(missing_ok=True)
-        for split in larger:  # pictures are kept
-            for each in chain(*_json_paths(out, options, split)):
-                each.unlink(missing_ok=True)
-    if others or larger:
+    for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
+        temporary.unlink(missing_ok=True)
+    for split in larger:
+        for each in chain(*_json_paths(out, options, split)):
+            each.unlink(missing_ok=True)
+    if larger:
         write_json(path, record, indent=2)
 
 

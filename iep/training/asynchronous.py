@@ -26,7 +26,7 @@ from iep.config import Config
 from iep.data.datasets import Batch
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import BALANCED, NONE
+from iep.execution_engine.parts import BALANCED, NONE
 from iep.execution_engine.program_plan import Planner
 from iep.runtime.devices import autocast, peak_memory
 from iep.runtime.distributed import gather, world_size

@@ -32,7 +32,7 @@ from iep.models.checkpoint import BEST, Saved, remove_old, save_checkpoint, save
 from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.records import VALIDATION, Records, start_tracker
-from iep.runtime.signals import Stopped, answering, deferred
+from iep.runtime.signals import Stopped, deferred
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas
 from iep.training.tasks import Task
@@ -165,9 +165,8 @@ class Trainer:
                 (train_on or Trainer.train_on)(self, batches, validation)
         except Stopped as stop:
             if self.step > self._saved_step:
-                with answering():
-                    self._check_weights()
-                    self.save_step()
+                self._check_weights()
+                self.save_step()
             if self.step == config.iterations and not self.validation_due:
                 return  # the run was complete
             outcome = f"after iteration {self.step}, which is saved; --resume continues from there"

@@ -34,7 +34,7 @@ from iep.data.question_file import Questions, Split, check_same_data, load_vocab
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_SCHEDULER, check_named, is_outside
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_placement, main_device
+from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.models.build import (
     DESCRIPTIONS,
     FEATURE_SIDES,
@@ -137,8 +137,6 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / CONFIG, to_yaml(config).encode())
-        if config.placement != NONE:
-            write_bytes(out / PLACEMENT_FILE, task.networks["engine"].placement.to_yaml().encode())
         tqdm.write(_describe(trainer))
     trainer.fit(batches, validation_batches, fit_asynchronously if config.asynchronous else None)
     return trainer
@@ -345,10 +343,9 @@ def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunD
     questions = data.training.questions
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     if config.placement != NONE:
-        costs = place_engine(engine, config.placement, config.devices, sample)
-        assert engine.placement is not None
+        description = place_engine(engine, config.placement, config.devices, sample)
         if is_main():
-            tqdm.write(describe_placement(config.placement, engine.placement, costs.work))
+            tqdm.write(description)
     if config.asynchronous:
         return
     set_execution(engine, config.execution, data.device, config.precision, config.defer_weight_grads, training=True)

@@ -1,39 +1,33 @@
-"""Placements, which give every part of an engine a device: the stem, each function, and the classifier.
+"""The parts of an engine, which are the stem, each function, and the classifier: their work, and the device of each.
 
-This is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is plain data. It is
-made before the run from the names of the parts, from the work that programs give them, or from a YAML file, and its
-devices need not be available at that time. `iep.models.build.place_engine` moves the parts, `program_plan.py` plans the
-copies between devices, and `engine.py` runs them.
+To place the parts is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is
+plain data. It is made before the run from the names of the parts, or from the work that programs give them, and its
+devices need not be available at that time. `iep.models.build.place_engine` moves the parts, `iep/batching/placement.py`
+plans the copies between devices, and `engine.py` runs them.
 
 Shapes: Q programs, L program tokens.
 """
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
 from iep.batching.placement import OpPlacement, longest_first
-from iep.errors import InputError, nearest
-from iep.execution_engine.program_graph import module_graph
-from iep.execution_engine.roles import result_kind
+from iep.errors import InputError
+from iep.execution_engine.choices import PLACEMENTS
+from iep.execution_engine.roles import module_graph, result_kind
 from iep.programs import SCENE
 from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
-from iep.runtime.reading import read_yaml
 
 STEM, CLASSIFIER = "stem", "classifier"
-NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
-PLACEMENT_FILE = "placement.yaml"
+NONE, ROUND_ROBIN, BALANCED = PLACEMENTS
 MOST_PROGRAMS = 16_384
 """The greatest number of programs from which the work is computed."""
-WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -44,13 +38,6 @@ class Placement:
     """The names that the user gave. A name that occurs several times stands for several devices."""
     parts: Mapping[str, int]
     """The position in `devices` of the stem, of every function that can run, and of the classifier, in this order."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the devices, with numbers if they are not distinct: cpu#0, cpu#1."""
-        if len(set(self.devices)) == len(self.devices):
-            return self.devices
-        return tuple(f"{name}#{position}" for position, name in enumerate(self.devices))
 
     def device(self, part: str) -> torch.device:
         """Return the device of a part."""
@@ -65,12 +52,6 @@ class Placement:
             inputs=self.parts[STEM],
             roots=self.parts[CLASSIFIER],
         )
-
-    def to_yaml(self) -> str:
-        """Return YAML for `read_placement`, with the names of the devices, or their positions if names are repeated."""
-        distinct = self.labels == self.devices
-        values = {part: self.devices[at] if distinct else at for part, at in self.parts.items()}
-        return yaml.safe_dump(values, sort_keys=False)
 
 
 @dataclass(frozen=True)
@@ -89,16 +70,6 @@ class Sample:
         return self.programs_QL is not None and len(self.programs_QL) > 0
 
 
-@dataclass(frozen=True)
-class Costs:
-    """The costs of the forward pass of an engine's parts."""
-
-    flops: Mapping[str, float]
-    """The floating-point operations of each part for one image, one row of a call, or one question."""
-    work: Mapping[str, float] | None
-    """The mean floating-point operations of each part per question of the sample; None without programs."""
-
-
 def check_options(
     placement: str, devices: Sequence[str], device: str = "auto", has_engine: bool = True, in_processes: bool = False
 ) -> None:
@@ -109,8 +80,7 @@ def check_options(
 
     Raises:
         InputError: devices are given without a placement, or fewer than two with one; both `--device` and `--devices`
-            are given; there is no engine, or there are several processes; a device's name is invalid; or the placement
-            is neither a known name nor a file.
+            are given; there is no engine, or there are several processes; or a device's name is invalid.
     """
     if placement == NONE:
         if devices:
@@ -129,9 +99,6 @@ def check_options(
             torch.device(name)
         except RuntimeError:
             raise InputError(f"--devices: invalid device {name!r}, expected names such as cpu or cuda:0") from None
-    if placement not in (ROUND_ROBIN, BALANCED) and not Path(placement).is_file():
-        names = (NONE, ROUND_ROBIN, BALANCED)
-        raise InputError(f"{placement}: no such file, nor one of {', '.join(names)}{nearest(placement, names)}")
 
 
 def main_device(placement: str, devices: Sequence[str], device: str) -> torch.device:
@@ -144,23 +111,33 @@ def main_device(placement: str, devices: Sequence[str], device: str) -> torch.de
     return first
 
 
-def make_placement(
-    option: str, devices: Sequence[str], parts: Sequence[str], work: Mapping[str, float] | None, source: object
-) -> Placement:
-    """Return the placement that `option` names: `round-robin`, `balanced`, or the path of a YAML file.
+def make_placement(option: str, devices: Sequence[str], engine: Any, sample: Sample) -> tuple[Placement, str]:
+    """Return the placement of the parts of an `ExecutionEngine` that `option` names, and a description of it.
+
+    The description has for each device the number, the share of the work and the names of its parts. Devices are
+    numbered if their names are not distinct: cpu#0, cpu#1.
 
     Raises:
-        InputError: the file is missing or not a placement of these parts on these devices, or the option is `balanced`
-            and `source` has no programs to compute work from.
+        InputError: the modules share their weights, so that the parts cannot be on several devices, or the option is
+            `balanced`, and the sample has no programs.
     """
+    if engine.shared is not None:
+        raise InputError("the modules share their weights and cannot be placed on several devices or workers")
+    work = work_of(engine, sample) if sample.is_known else None
     if option == ROUND_ROBIN:
-        return round_robin(parts, devices)
-    if option != BALANCED:
-        return read_placement(Path(option), parts, devices)
-    if work is None:
+        placement = round_robin(engine.parts, devices)
+    elif work is not None:
+        placement = balanced(work, devices)
+    else:
         what = f"has no programs, from which --placement {BALANCED} computes the functions' work"
-        raise InputError(f"{source}: {what}; choose {ROUND_ROBIN} or a file")
-    return balanced(work, devices)
+        raise InputError(f"{sample.source}: {what}; choose {ROUND_ROBIN}")
+    lines, is_distinct = [f"placement {option}:"], len(set(devices)) == len(devices)
+    for position, name in enumerate(devices):
+        parts = [part for part, at in placement.parts.items() if at == position]
+        label = name if is_distinct else f"{name}#{position}"
+        share = f", {sum(map(work.__getitem__, parts)) / sum(work.values()):.0%} of the work" if work else ""
+        lines.append(f"  {label}, {len(parts)} parts{share}: {' '.join(parts)}")
+    return placement, "\n".join(lines)
 
 
 def round_robin(parts: Sequence[str], devices: Sequence[str]) -> Placement:
@@ -181,58 +158,22 @@ def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
     return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in work})
 
 
-def read_placement(path: Path, parts: Sequence[str], devices: Sequence[str]) -> Placement:
-    """Read a YAML mapping from every part to a device's name, or to its position in `devices`, counted from 0.
-
-    Raises:
-        InputError: the file is not such a mapping, a name in it is unknown, a part is missing, or a device is not in
-            `devices` or occurs there several times.
-    """
-    content = read_yaml(path, "a placement")
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a YAML mapping from functions to devices, such as 'count: {devices[0]}'")
-    for name in content:
-        if name not in parts:
-            raise InputError(f"{path}: unknown function {name!r}{nearest(str(name), parts)}")
-    missing = [part for part in parts if part not in content]
-    if missing:
-        raise InputError(f"{path}: {missing[0]!r} has no device ({len(missing)} of {len(parts)} parts have none)")
-    return Placement(tuple(devices), {part: _position(content[part], part, path, devices) for part in parts})
-
-
-def _position(value: Any, part: str, path: Path, devices: Sequence[str]) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(devices):
-        return value
-    count = list(devices).count(value)
-    if count > 1:
-        raise InputError(f"{path}: {part} is on {value!r}, which is {count} of the devices; expected a position from 0")
-    if count == 0:
-        raise InputError(f"{path}: {part} is on {value!r}, expected one of the devices {', '.join(devices)}")
-    return devices.index(value)
-
-
-def costs_of(engine: Any, sample: Sample) -> Costs:
-    """Return the costs of an `ExecutionEngine` for the programs of `sample`.
-
-    Raises:
-        InputError: the modules share their weights, so that the parts cannot be on several devices.
-    """
-    if engine.shared is not None:
-        raise InputError("the modules share their weights and cannot be placed on several devices or workers")
-    flops = _flops_of_parts(engine)
-    tokens = engine.program_tokens
-    if not sample.is_known:
-        return Costs(flops, None)
+def work_of(engine: Any, sample: Sample) -> dict[str, float]:
+    """Return the work of each part: the mean floating-point operations of its forward pass per question of a sample."""
     assert sample.programs_QL is not None
+    flops, tokens = _flops_of_parts(engine), engine.program_tokens
     programs_QL = sample.programs_QL[_spread(len(sample.programs_QL), MOST_PROGRAMS)]
     graph = module_graph(programs_QL, tokens, engine.roles)
     calls = dict(zip(tokens, (np.bincount(graph.op, minlength=len(tokens)) / len(programs_QL)).tolist(), strict=True))
     calls |= {STEM: 1.0, CLASSIFIER: 1.0}
-    return Costs(flops, {part: calls[part] * flops[part] for part in engine.parts})
+    return {part: calls[part] * flops[part] for part in engine.parts}
 
 
 def _flops_of_parts(engine: Any) -> dict[str, float]:
-    """Return `Costs.flops`, counted with a copy of the engine on the device `meta`."""
+    """Return the floating-point operations of each part for one image, one row of a call, or one question.
+
+    They are counted with a copy of the engine on the device `meta`.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
     copy = deepcopy(engine).to("meta").eval()  # a batch norm would not train on one example
@@ -250,19 +191,6 @@ def _flops_of_parts(engine: Any) -> dict[str, float]:
         run(token, *(scene[kind] for kind in engine.module_set.role(token).reads))
     run(CLASSIFIER, scene[result_kind(engine.module_set.role(SCENE))])
     return flops
-
-
-def describe_placement(option: str, placement: Placement, work: Mapping[str, float] | None) -> str:
-    """Return a description of a placement: for each device the number, the share of the work and the names of parts."""
-    lines, width = [f"placement {option}:"], max(map(len, placement.labels))
-    for position, label in enumerate(placement.labels):
-        parts = [part for part, at in placement.parts.items() if at == position]
-        start = f"  {label:<{width}}  {len(parts):2} parts  "
-        if work is not None:
-            start += f"{100 * sum(work[part] for part in parts) / sum(work.values()):3.0f}% of work  "
-        indents: dict[str, Any] = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-        lines += textwrap.wrap(" ".join(parts), WIDTH, break_on_hyphens=False, **indents) or [start.rstrip()]
-    return "\n".join(lines)
 
 
 def plan_sample(sample: Sample, planner: Callable, batch_size: int, most: int) -> list[Any]:
