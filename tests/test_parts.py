@@ -51,7 +51,7 @@ def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that
     places, conv = 14 * 14, 2 * 9 * 128 * 128  # multiply and add
     flops = dict.fromkeys(engine.parts, 2 * conv * places)
     flops |= dict.fromkeys(("union", "greater_than"), (2 * conv + 2 * 256 * 128) * places)
-    linear = 2 * 32 * 49 * 10 + 2 * 10 * engine.kwargs["num_answers"]
+    linear = 2 * 32 * 49 * 10 + 2 * 10 * engine.classifier[-1].out_features
     flops |= {"stem": (2 * 9 * 24 * 128 + conv) * places, "classifier": 2 * 128 * 32 * places + linear}
     runs = {"scene": 1 + 2 + 2 + 1 + 2, "count": 5, "filter_color[red]": 3, "union": 2, "relate[left]": 2}
     runs |= {"greater_than": 1, "<END>": 1, "stem": 5, "classifier": 5}  # the missing ones begin after that <END>
