@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.bench.strategy import DEFER, SHARING
 from iep.cli import bench
 from iep.cli.bench import SIZE, SIZES, TRIPLE, choices, measured, option, phases, run, seed, threads
@@ -40,7 +39,6 @@ def add(name: str, module: str, help: str, *options: Callable, group: click.Grou
     @all_of(*options)
     @click.pass_context
     def command(ctx: click.Context, **given: Any) -> None:
-        bench.exclude(ctx, "images")
         function = "asynchronous" if group is asynchronous else name.replace("-", "_")
         make = getattr(import_module(f"benchmarks.{module}"), function)
         if group is asynchronous:  # a round is an epoch of a seed
@@ -69,7 +67,7 @@ add(
     "loader",
     "Measure the data loader alone, in questions and bytes per second; a round is a pass.",
     bench.data,
-    option("--images", type=SIZE, default=10_000, help="Made-up images, 0.4 GB per thousand in TMPDIR, then removed."),
+    option("--images", type=SIZE, default=10_000, help="Images to make up without --data, 0.4 GB per thousand."),
     choices("--features", "sources", ("cold", "warm"), "Features from disk (cold) or cache (warm)."),
     choices("--order", "orders", ("image", "random"), "image: all questions by image; random: one per image."),
     option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Numbers of worker processes."),
@@ -126,7 +124,7 @@ add(
 add(
     "moe",
     "experts",
-    "Measure a layer of experts token by token, batched and by hand.",
+    "Measure a layer of experts token by token and batched.",
     option("--experts", type=SIZES, default="1,10,100,1000", help="Comma-separated list of numbers of experts."),
     option("--tokens", type=SIZES, default="1,10,100,1000,10000", help="Tokens per minibatch."),
     option("--k", type=SIZE, default=1, help="Experts per token."),
@@ -155,18 +153,10 @@ def add_trained(name: str, help: str, size: int, samples: int, *options: Callabl
             default="auto",
             help="Calls after which an op is updated; auto: those of the op in an instance, on average.",
         ),
-        option(
-            "--backward-weights",
-            type=click.Choice(BACKWARD_WEIGHTS),
-            default="current",
-            help="Weights of a backward pass: the current ones, or those of its forward pass.",
-        ),
         option("--instance-size", type=SIZE, default=size, help="Samples per instance."),
         option("--samples", type=SIZE, default=samples, help="Samples for training."),
         option("--val-samples", type=SIZE, default=1_000, help="Unseen samples for the score."),
         option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, help="Learning rate of Adam."),
-        option("--latency", type=click.FloatRange(min=0), default=10.0, help="Simulated microseconds of a message."),
-        option("--bandwidth", type=click.FloatRange(0, min_open=True), default=10.0, help="Simulated GB/s of a link."),
         option("--epochs", type=click.IntRange(min=1), default=5, help="Number of epochs of each row and seed."),
         option("--target", type=click.FloatRange(0, most), help="Score to count epochs and seconds to."),
         option("--seeds", type=CommaList(click.IntRange(0, 2**32 - 1)), default="0", help="Seeds; the first for data."),

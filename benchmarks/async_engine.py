@@ -88,17 +88,20 @@ class EngineNetwork(nn.Module):
         """Return the mean cross entropy of the answers as a function of the scores."""
         return partial(cross_entropy, target=batch_of(samples).answers)
 
+    def planned(self, samples: Sequence[Question]) -> Sequence[Sequence[Question]]:
+        """Return samples in minibatches, as `score` reads them."""
+        return [samples[first : first + SCORED] for first in range(0, len(samples), SCORED)]
+
     @torch.no_grad()
-    def score(self, samples: Sequence[Question]) -> float:
+    def score(self, *minibatches: Sequence[Question]) -> float:
         """Return the accuracy."""
         self.engine.eval()
-        right = 0
-        for first in range(0, len(samples), SCORED):
-            batch = batch_of(samples[first : first + SCORED])
+        right = []
+        for batch in map(batch_of, minibatches):
             plan = self.engine.plan(batch.programs, batch.image_rows, self.config.batching)
-            right += int((self.engine(batch.features, plan).argmax(1) == batch.answers).sum())
+            right.append(self.engine(batch.features, plan).argmax(1) == batch.answers)
         self.engine.train()
-        return right / len(samples)
+        return torch.cat(right).double().mean().item()
 
     def _program_plan(self, samples: Sequence[Question], placement: Placement | None) -> ProgramPlan:
         batch = batch_of(samples)

@@ -9,10 +9,10 @@ Simulated workers have the costs that were measured in one thread, and compute r
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,13 +29,15 @@ from iep.bench.compare import Benchmark, Case, Competitor, Fact
 
 CALIBRATION = 100
 """The number of instances whose tasks give the costs of simulated workers."""
+LATENCY, BANDWIDTH = 1e-5, 1e10
+"""The seconds of a simulated message, and the bytes per second of a simulated link."""
 Samples = Callable[[int, np.random.Generator], list]
 """A number and a generator of random numbers -> that many samples."""
 DriverOf = Callable[[AsynchronousTrainer], Driver]
 
 
 class Experiment(NamedTuple):
-    """Samples and a network, which has `ops`, `placement`, `plan`, `inputs`, `loss` and `score` as `MessageNetwork`."""
+    """Samples, and a network with the attribute and methods of `MessageNetwork`."""
 
     samples: Samples
     network: Callable[..., nn.Module]
@@ -72,36 +74,21 @@ class Epoch(NamedTuple):
     run: Run
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of `python -m benchmarks async`, which its --help explains."""
-
-    workers: int
-    simulate: Sequence[int]
-    max_active_keys: Sequence[int]
-    min_update_frequency: Sequence[int]
-    backward_weights: str
-    instance_size: int
-    samples: int
-    val_samples: int
-    learning_rate: float
-    latency: float
-    bandwidth: float
-    epochs: int
-    seeds: Sequence[int]
-    target: float | None
+NETWORK = ("layers", "width", "steps", "data", "config", "settings")
+"""The options that determine the network, or are the arguments of `engine_experiment`."""
 
 
 class Training:
     """The parts that all ways to train share: the network, its instances, and the rule of its updates."""
 
-    def __init__(self, experiment: Experiment, given: Settings, network: dict[str, int]):
+    def __init__(self, experiment: Experiment, given: SimpleNamespace, network: dict[str, int]):
         self.experiment, self.given, self.network = experiment, given, network
         rng = np.random.default_rng(given.seeds[0])
         known = experiment.samples(given.samples, rng)
-        self.unseen = (experiment.unseen or experiment.samples)(given.val_samples, rng)
+        unseen = (experiment.unseen or experiment.samples)(given.val_samples, rng)
         self.minibatches = [known[n : n + given.instance_size] for n in range(0, len(known), given.instance_size)]
-        self.names = op_names(self.model(given.seeds[0]))
+        model = self.model(given.seeds[0])
+        self.names, self.unseen = op_names(model), model.planned(unseen)
 
     def model(self, seed: int) -> nn.Module:
         """Return a new network, which is always the same for a seed."""
@@ -138,7 +125,6 @@ class Training:
             way.keys,
             None if way.flush_every else frequency,
             way.flush_every,
-            self.given.backward_weights,
         )
 
     def rounds(self, way: Way, instances: Sequence[Instance], driver_of: DriverOf, curves: list) -> Iterator[dict]:
@@ -153,7 +139,7 @@ class Training:
                 start = time.perf_counter()
                 run = trainer.run(order, driver)
                 seconds = time.perf_counter() - start if driver is run_threads else run.seconds
-                curves[-1].append(Epoch(seconds, model.score(self.unseen), run))
+                curves[-1].append(Epoch(seconds, model.score(*self.unseen), run))
                 yield {"computation": seconds / len(instances)}
 
     def facts(self, curves: list[list[Epoch]]) -> dict[str, Fact]:
@@ -217,13 +203,13 @@ class Training:
                     before, versions[op] = versions[op], trainer.ops[op].version
                     if not task.is_backward:
                         used[call] = versions[op]
-                    elif used.pop(call) < before and trainer.backward_weights == "current":
+                    elif used.pop(call) < before:
                         seconds += of_tasks[op, False]
                     seconds += of_updates[op] * (versions[op] - before)
                 return seconds
 
             def delay(task: WorkerTask) -> float:
-                return 1e-6 * self.given.latency + 1e-9 / self.given.bandwidth * message_bytes(trainer, task)
+                return LATENCY + message_bytes(trainer, task) / BANDWIDTH
 
             return partial(run_virtual, cost=cost, delay=delay)
 
@@ -235,21 +221,21 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
 
     Args:
         name: one of `EXPERIMENTS`, or `engine`.
-        options: the fields of `Settings`; the settings of the network, such as its width, or the arguments of
-            `engine_experiment`.
+        options: the options of the command, which its --help explains.
 
     Raises:
         InputError: the data of an engine are missing or damaged.
     """
-    given = Settings(**{field: options.pop(field) for field in Settings.__annotations__})
-    shown = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in {**options, **vars(given)}.items() if value)
+    shown = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in options.items() if value)
+    network = {option: options.pop(option) for option in NETWORK if option in options}
+    given = SimpleNamespace(**options)
     if name == "engine":
         from benchmarks.async_engine import engine_experiment
 
-        experiment, options = engine_experiment(**options), {}
+        experiment, network = engine_experiment(**network), {}
     else:
         experiment = EXPERIMENTS[name]
-    training = Training(experiment, given, options)
+    training = Training(experiment, given, network)
     ways = training.ways()
 
     def cases() -> Iterator[Case]:

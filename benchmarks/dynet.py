@@ -103,7 +103,7 @@ def dynet_way(name, model):
             (full,) = layers(1, bias, *weights)
             steps = words.__getitem__, lambda *pair: dy.rectify(affine(full, *pair)), lambda h, _: dy.sum_elems(h)
         else:
-            leaf, (out,) = (layers(n, of.bias, of.weight) for n, of in ((3, model.leaf), (1, model.classifier)))
+            leaf, (out,) = (layers(n, of.bias, of.weight) for n, of in ((3, model.leaf), (1, model.head)))
             inner = layers(5, bias, *weights)
             steps = (
                 lambda word: lstm(leaf, [words[word]]),

@@ -1,4 +1,4 @@
-"""Compare ways to run a layer of experts: token by token, batched, and by hand (Suarez & Zhu 2017, figure 3).
+"""Compare ways to run a layer of experts: token by token, and batched (Suarez & Zhu 2017, figure 3).
 
 All experts that a minibatch calls are known at once, so that batching them is the degenerate case of a topological sort
 (Suarez & Zhu, section 3.2). Experts are drawn uniformly; there is no gating network.
@@ -17,7 +17,7 @@ from iep.bench.compare import Benchmark, Case, Competitor, seconds
 from iep.errors import InputError
 from iep.runtime.devices import resolve_device
 
-ONE_BY_ONE, BATCHED, HAND = "token by token", "batched", "by hand: sort and loop"
+ONE_BY_ONE, BATCHED = "token by token", "batched"
 ENOUGH_TOKENS = 1024
 """The most tokens that are run one by one; the time is scaled to the number of tokens."""
 
@@ -63,17 +63,6 @@ class Experts(nn.Module):
             results.append(sum(gate * result for gate, result in zip(gates_K, of_expert, strict=True)))
         return torch.stack(results)
 
-    def by_hand(self, x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        """Sort rows by expert, loop over the experts that have rows, and add up the results of each token."""
-        expert_R, order_R = experts_TK.flatten().sort(stable=True)
-        tokens_R = order_R // experts_TK.shape[1]
-        hidden, output = self.hidden_weights.unbind(), self.output_weights.unbind()
-        active, counts = expert_R.unique_consecutive(return_counts=True)
-        pieces = zip(active.tolist(), x_TI[tokens_R].split(counts.tolist()), strict=True)
-        results_RO = torch.cat([(rows @ hidden[expert]).relu() @ output[expert] for expert, rows in pieces])
-        results_RO = results_RO * gates_TK.flatten()[order_R, None]
-        return results_RO.new_zeros(len(x_TI), results_RO.shape[1]).index_add(0, tokens_R, results_RO)
-
 
 def grouped_product(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Return the product of each row and the weight of its expert, (R, O); expert e has the rows before `ends_E[e]`.
@@ -85,11 +74,6 @@ def grouped_product(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     parts = zip(x_RI.split(sizes), weight_EIO.unbind(), sizes, strict=True)
     return torch.cat([x_GI @ weight_IO for x_GI, weight_IO, size in parts if size])
-
-
-def ways_to_run(layer: Experts) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Return all ways to run the layer, by name."""
-    return {ONE_BY_ONE: layer.one_by_one, BATCHED: layer, HAND: layer.by_hand}
 
 
 def uniform_experts(tokens: int, experts: int, k: int, seed: int) -> Tensor:
@@ -126,7 +110,7 @@ def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case
 
         return Competitor(name, measure)
 
-    competitors = [competitor(*way) for way in ways_to_run(layer).items()]
+    competitors = [competitor(ONE_BY_ONE, layer.one_by_one), competitor(BATCHED, layer)]
     setting = {"phase": phase, "experts": experts, "tokens": tokens}
     return Case(setting, tokens, competitors, ONE_BY_ONE, {"active": experts_TK.unique().numel()})
 

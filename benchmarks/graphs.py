@@ -41,6 +41,7 @@ from benchmarks.messages import (
     Ungroup,
 )
 from iep.batching.placement import OpPlacement
+from iep.batching.plan import Plan
 
 EMBEDDING, CELL, SUM, LINEAR = range(4)
 """The ops; the layer of edge type t is op LINEAR + t, and the ops of the readout follow."""
@@ -152,16 +153,6 @@ class GatedGraphNetwork(MessageNetwork):
         zeros = self.ops[EMBEDDING].weight.new_zeros(1, self.ops[EMBEDDING].embedding_dim)
         return {STATES: zeros, INPUTS: torch.from_numpy(np.concatenate([each.kinds for each in samples]))}
 
-    def states(self, graph: TypedGraph) -> Tensor:
-        """Return the last states of one graph's vertices, (V, H), edge by edge."""
-        h_VH = self.ops[EMBEDDING](torch.from_numpy(graph.kinds))
-        for _ in range(self.steps):
-            received = [torch.zeros_like(h_VH[0]) for _ in graph.kinds]
-            for source, kind, target in graph.edges.tolist():
-                received[target] = received[target] + self.ops[LINEAR + kind](h_VH[source])
-            h_VH = self.ops[CELL](torch.stack(received), h_VH)
-        return h_VH
-
 
 IS, IS_REVERSED, AFRAID, AFRAID_REVERSED = range(4)
 """The types of edges of deduction. There is an edge in both directions for each fact."""
@@ -202,10 +193,6 @@ class Deducer(GatedGraphNetwork):
     def targets(self, samples: Sequence[TypedGraph]) -> Tensor:
         """Return the answers, (B,)."""
         return torch.tensor([each.answer for each in samples])
-
-    def one(self, sample: TypedGraph) -> Tensor:
-        """Return the scores of one graph, (V, 1)."""
-        return self.ops[-1](self.states(sample))
 
 
 H, C, N, O, F = range(5)  # noqa: E741
@@ -327,11 +314,6 @@ class PolarityRegressor(GatedGraphNetwork):
         return lambda outputs: mse_loss(outputs, targets)
 
     @torch.no_grad()
-    def score(self, samples: Sequence[TypedGraph]) -> float:
+    def score(self, samples: Sequence[TypedGraph], plan: Plan) -> float:
         """Return the mean absolute error relative to the standard deviation `DEVIATION`; lower is better."""
-        return (self(samples) - self.targets(samples)).abs().mean().item()
-
-    def one(self, sample: TypedGraph) -> Tensor:
-        """Return the output for one molecule, (1,)."""
-        *_, readout, head = self.ops
-        return head(readout(self.states(sample)).sum(0))
+        return (self(samples, plan) - self.targets(samples)).abs().mean().item()

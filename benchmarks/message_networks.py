@@ -26,7 +26,6 @@ from benchmarks.messages import (
     Instance,
     Isu,
     MessageGraph,
-    Phi,
     Result,
     Split,
     Ungroup,
@@ -44,9 +43,8 @@ STATES, INPUTS, SCORES = range(3)
 class MessageNetwork(nn.Module):
     """A network of messages, whose modules are `ops`.
 
-    Subclasses have four methods: `instances`, from samples to their first messages and the column of each input;
-    `inputs`, the values of these; `targets`, what the outputs should be; and `one`, the slow reference for one sample
-    in plain PyTorch.
+    Subclasses have three methods: `instances`, from samples to their first messages and the column of each input;
+    `inputs`, the values of these; and `targets`, what the outputs should be.
 
     Args:
         costs: the relative work of each op.
@@ -65,20 +63,24 @@ class MessageNetwork(nn.Module):
         """Return the plan of a minibatch."""
         return self.messages.plan(*self.instances(samples), placement)
 
-    def forward(self, samples: Sequence[Any]) -> Tensor:
-        """Return the outputs, (N, C)."""
-        return execute(self.plan(samples), dict(enumerate(self.ops)), self.inputs(samples))[0]
+    def forward(self, samples: Sequence[Any], plan: Plan | None = None) -> Tensor:
+        """Return the outputs, (N, C), under a plan of the samples."""
+        return execute(plan or self.plan(samples), dict(enumerate(self.ops)), self.inputs(samples))[0]
 
     def loss(self, samples: Sequence[Any]) -> Callable[[Tensor], Tensor]:
         """Return the function that maps the outputs for these samples to their mean cross-entropy."""
         targets = self.targets(samples)
         return lambda outputs: cross_entropy(outputs.view(len(targets), -1), targets)
 
+    def planned(self, samples: Sequence[Any]) -> tuple[Sequence[Any], Plan]:
+        """Return samples with their plan, as `score` reads them."""
+        return samples, self.plan(samples)
+
     @torch.no_grad()
-    def score(self, samples: Sequence[Any]) -> float:
+    def score(self, samples: Sequence[Any], plan: Plan) -> float:
         """Return the accuracy."""
         targets = self.targets(samples)
-        return (self(samples).view(len(targets), -1).argmax(dim=1) == targets).double().mean().item()
+        return (self(samples, plan).view(len(targets), -1).argmax(dim=1) == targets).double().mean().item()
 
 
 REDUCTIONS = (np.sum, np.min, np.max, lambda digits: np.floor(digits.mean() + 0.5))
@@ -158,16 +160,6 @@ class ListReducer(MessageNetwork):
     def targets(self, samples: Sequence[Reduction]) -> Tensor:
         """Return the answers, (B,)."""
         return torch.tensor([each.answer for each in samples])
-
-    def one(self, sample: Reduction) -> Tensor:
-        """Return the scores of one sequence, (C,), token by token."""
-        embedding, head, *cells = self.ops
-        h = [head.weight.new_zeros(1, head.in_features)] * self.layers
-        for token in torch.from_numpy(sample.tokens):
-            x = embedding(token[None])
-            for layer, cell in enumerate(cells):
-                x = h[layer] = cell(x, h[layer])
-        return head(h[-1])[0]
 
 
 @cache
@@ -256,8 +248,7 @@ LEAVES_TO_ROOT = MessageGraph(
     words=Ungroup("embedding", lambda at: [At(at.tree, leaf) for leaf in np.flatnonzero(at.tree.words >= 0).tolist()]),
     embedding=Apply("leaf", 0),
     leaf=Apply("state", LEAF, makes=(STATES, STATES)),
-    state=Phi("bcast"),
-    bcast=Bcast(("h", "has_parent")),
+    state=Bcast(("h", "has_parent")),
     h=Split(("head", None)),
     head=Apply("scores", HEAD, makes=(SCORES,)),
     scores=Result(order=lambda at: at.vertex),
@@ -293,16 +284,3 @@ class SentimentTreeLSTM(MessageNetwork):
     def targets(self, samples: Sequence[Tree]) -> Tensor:
         """Return the labels of all vertices, (N,), by trees."""
         return torch.from_numpy(np.concatenate([each.labels for each in samples]))
-
-    def one(self, sample: Tree) -> Tensor:
-        """Return the scores of one tree's vertices, (V, C), vertex by vertex."""
-        embedding, leaf, inner, head = self.ops
-        h, c = [], []
-        for word, children in zip(sample.words.tolist(), sample.children.tolist(), strict=True):
-            if word >= 0:
-                state = leaf(embedding(torch.tensor([word])))
-            else:
-                state = inner(*(torch.stack([each[child] for child in children], dim=1) for each in (h, c)))
-            for states, each in zip((h, c), state, strict=True):
-                states.append(each)
-        return head(torch.cat(h))

@@ -5,7 +5,8 @@ loops and conditions, and an instance is a few messages that are pumped into it.
 and a *state*, any hashable value, such as a `NamedTuple` of a position and a length. Control depends on states alone,
 so that `MessageGraph.unroll` follows every message before a tensor is computed. Only `Apply` and `Reduce` become nodes
 of the graph. The other nodes decide which values these read, and cost nothing when the plan runs: a payload consists
-of references. The backward pass is that of the plan, and needs neither states nor messages.
+of references. The backward pass is that of the plan, and needs neither states nor messages, nor a node that joins the
+branches of a condition.
 
 Messages need not be grouped to be computed together, as in the paper: the schedule batches the nodes of an op, within
 an instance and across instances.
@@ -13,8 +14,7 @@ an instance and across instances.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import chain, count
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,6 @@ from iep.batching.placement import OpPlacement, make_placed_plan
 from iep.batching.plan import Plan, Read, Signature, Types, make_plan
 from iep.batching.schedulers import make_schedule
 
-REMEMBERED = 1024
-"""The number of instances whose graphs a network remembers. Instances with equal states have equal graphs."""
 State = Hashable
 Payload = tuple[tuple[int, int], ...]
 """The slot of each tensor's value, and the position of the tensor in the value."""
@@ -96,12 +94,6 @@ class Cond(NamedTuple):
         return self.routes.values()
 
 
-class Phi(NamedTuple):
-    """A join point of several predecessors, such as the beginning of a loop, which sends their messages on."""
-
-    to: str
-
-
 class Isu(NamedTuple):
     """A state update, such as the next position of a loop. It need not be invertible here."""
 
@@ -162,24 +154,41 @@ class Result(NamedTuple):
     to: tuple[()] = ()
 
 
-Node = Apply | Reduce | Cond | Phi | Isu | Bcast | Flatmap | Split | Concat | Group | Ungroup | Result
+Node = Apply | Reduce | Cond | Isu | Bcast | Flatmap | Split | Concat | Group | Ungroup | Result
 """A node of a network; `to` names its successors."""
 
 
 class Unrolling:
-    """The graph of one instance, while its messages pass through the network.
+    """The graph of a minibatch, while the messages of one instance after the other pass through the network.
 
-    Slots are numbered within the instance. Input slot n of the minibatch is -2 - n.
+    Args:
+        nodes: the nodes of the network by name.
+        num_inputs: the number of the minibatch's inputs.
     """
 
-    def __init__(self, num_inputs: int):
-        self.num_inputs = num_inputs
-        self.nodes: list[tuple[int, Payload]] = []
-        """The op and the arguments of each node."""
+    def __init__(self, nodes: Mapping[str, Node], num_inputs: int):
+        self.nodes, self.num_inputs = nodes, num_inputs
+        self.calls: list[tuple[int, Payload]] = []
+        """The op and the arguments of each node of the graph."""
         self.results: dict[str, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
-        """The position and the tensor of each message that reached a `Result`, by name."""
+        """The position and the tensor of each message of the instance that reached a `Result`, by name."""
         self.waiting: dict[tuple[str, State], dict[int, Payload]] = defaultdict(dict)
         """By name and state of a node that joins messages, the payloads that have arrived by their positions."""
+
+    def follow(self, messages: Instance) -> dict[str, list[tuple[int, int]]]:
+        """Follow the messages of an instance, and return the tensors that reached each `Result` by its name.
+
+        Raises:
+            ValueError: a node waits for messages that do not arrive, or see `send`.
+        """
+        queue = deque(Message(to, tuple([(slot, 0) for slot in slots]), state) for to, slots, state in messages)
+        self.results.clear()
+        while queue:
+            received = queue.popleft()
+            queue.extend(self.send(self.nodes[received.to], received))
+        for (name, state), kept in self.waiting.items():
+            raise Message(name, (), state).error(f"only {len(kept)} messages have arrived, and it waits for more")
+        return {name: [tensor for _, tensor in sorted(found)] for name, found in self.results.items()}
 
     def send(self, node: Node, message: Message) -> list[Message]:
         """Return the messages that a node sends for one that it has received.
@@ -196,7 +205,7 @@ class Unrolling:
                 slot = self.add(node.op, payload)
                 return [Message(node.to, tuple([(slot, position) for position in range(len(node.makes))]), state)]
             case Reduce(op=op, arity=arity):
-                neutral = (-2 - node.neutral, 0)
+                neutral = (node.neutral, 0)
                 tensors = list(payload) or [neutral]
                 while True:
                     tensors += [neutral] * (-len(tensors) % arity)
@@ -207,8 +216,6 @@ class Unrolling:
             case Cond():
                 route = node.routes[node.rule(state)]
                 return [] if route is None else [Message(route, payload, state)]
-            case Phi():
-                return [Message(node.to, payload, state)]
             case Isu():
                 return [Message(node.to, payload, node.update(state))]
             case Bcast():
@@ -236,9 +243,9 @@ class Unrolling:
                 return []
 
     def add(self, op: int, arguments: Payload) -> int:
-        """Add a node, and return its slot."""
-        self.nodes.append((op, arguments))
-        return self.num_inputs + len(self.nodes) - 1
+        """Add a node of the graph, and return its slot."""
+        self.calls.append((op, arguments))
+        return self.num_inputs + len(self.calls) - 1
 
     def join(self, message: Message, position: int | None, size: int) -> list[Payload]:
         """Keep a message; return the payloads of all messages in order if it is the last of `size`, otherwise none."""
@@ -281,9 +288,6 @@ class MessageGraph:
         self._signatures = {node.op: node.signature for node in computing}
         self._arity = max(map(arity_of, computing))
         self._results = [name for name, node in nodes.items() if isinstance(node, Result)]
-        neutral = max([-1, *(node.neutral for node in computing if isinstance(node, Reduce))])
-        self._tail = np.arange(neutral, -2, -1)  # slots -1, -2 and so on of an instance, which index from the end
-        self._remembered = lru_cache(REMEMBERED)(self._follow)
 
     def unroll(self, instances: Iterable[Instance], inputs: np.ndarray) -> tuple[Graph, Types]:
         """Follow the messages of a minibatch, and return the graph of what they compute, with its types.
@@ -299,22 +303,16 @@ class MessageGraph:
                 of another size than it expects; the message names the node and the state.
             KeyError: an instance begins at an unknown node, or a node has no route for a state.
         """
-        parts, slots, num_slots = [], [], len(inputs)
-        for messages in instances:
-            given = np.array([slot for _, numbers, _ in messages for slot in numbers], dtype=np.int64)
-            parts.append(self._remembered(tuple([(to, len(numbers), state) for to, numbers, state in messages])))
-            nodes = np.arange(num_slots, num_slots := num_slots + len(parts[-1][0]))
-            slots.append(np.concatenate([given, nodes, self._tail]))
-        ops, args, *roots = zip(*parts, strict=True)
-
-        def joined(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-            """Return the slots in the minibatch and the fields of tensors of every instance."""
-            found = [slots_S[each[..., 0]] for slots_S, each in zip(slots, tensors, strict=True)]
-            return np.concatenate(found), np.concatenate(tensors)[..., 1]
-
-        (args, fields), roots = joined(args), tuple(map(joined, roots))
-        example = np.repeat(np.arange(len(ops)), list(map(len, ops)))
-        graph = Graph(len(inputs), np.concatenate(ops), args, example, np.concatenate([slots for slots, _ in roots]))
+        run, examples, tensors = Unrolling(self._nodes, len(inputs)), [], defaultdict(list)
+        for number, messages in enumerate(instances):
+            for name, found in run.follow(messages).items():
+                tensors[name] += found
+            examples += [number] * (len(run.calls) - len(examples))
+        args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload in run.calls]
+        slots, fields = np.array(args, dtype=np.int64).reshape(-1, self._arity, 2).transpose(2, 0, 1).copy()
+        roots = tuple(tuple(np.array(tensors[name], dtype=np.int64).reshape(-1, 2).T) for name in self._results)
+        op, example = (np.array(each, dtype=np.int64) for each in ([op for op, _ in run.calls], examples))
+        graph = Graph(len(inputs), op, slots, example, np.concatenate([each for each, _ in roots]))
         return graph, Types(inputs, self._signatures, roots, fields if fields.any() else None)
 
     def plan(self, instances: Iterable[Instance], inputs: np.ndarray, placement: OpPlacement | None = None) -> Plan:
@@ -322,27 +320,3 @@ class MessageGraph:
         graph, types = self.unroll(instances, inputs)
         schedule = make_schedule(graph, "lookahead")
         return make_placed_plan(graph, schedule, placement, types) if placement else make_plan(graph, schedule, types)
-
-    def _follow(self, messages: tuple[tuple[str, int, State], ...]) -> tuple[np.ndarray, ...]:
-        """Return the graph of one instance, given the node, the number of tensors and the state of each message.
-
-        Returns:
-            the op of each node, (N,); the slots and fields of its arguments, (N, A, 2), -1 after the last; and the
-            slots and fields of what reached each `Result`, (R, 2).
-        """
-        slots, queue = count(), deque[Message]()
-        for to, size, state in messages:
-            queue.append(Message(to, tuple([(next(slots), 0) for _ in range(size)]), state))
-        run = Unrolling(next(slots))
-        while queue:
-            received = queue.popleft()
-            queue.extend(run.send(self._nodes[received.to], received))
-        for (name, state), kept in run.waiting.items():
-            raise Message(name, (), state).error(f"only {len(kept)} messages have arrived, and it waits for more")
-        args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload in run.nodes]
-        roots = [[tensor for _, tensor in sorted(run.results[name])] for name in self._results]
-        return (
-            np.array([op for op, _ in run.nodes], dtype=np.int64),
-            np.array(args, dtype=np.int64).reshape(-1, self._arity, 2),
-            *(np.array(each, dtype=np.int64).reshape(-1, 2) for each in roots),
-        )

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from benchmarks.tagger import Sentence, Tagger, wikiner_like
-from benchmarks.tree_networks import BinaryTreeLSTM, ChildSumTreeLSTM, TreeFC, lstm_state
+from benchmarks.tree_networks import BinaryTreeLSTM, BinaryTreeNetwork, ChildSumTreeLSTM, TreeFC
 from benchmarks.trees import Tree, TreePair, complete_trees, sick_like, sst_like
 from iep.bench.compare import MIN_SAMPLES, Benchmark, Case, Competitor, Fact, seconds
 from iep.bench.strategy import PHASES, Strategy
@@ -169,8 +169,7 @@ class Levels(NamedTuple):
     """The number of leaves of each level."""
     orders: list[Tensor | None]
     """(G,) row of each vertex if a level's inner vertices come before its leaves; None where all are of one kind."""
-    labels: Tensor
-    """(B,) labels of the trees."""
+    trees: Sequence[Tree]
 
     def run(self, leaves: States, inner: Callable[..., States]) -> States:
         """Return the roots' states, (B, H) each.
@@ -204,25 +203,39 @@ def levels_of(trees: Sequence[Tree]) -> Levels:
         row_G = np.argsort(np.argsort(is_leaf_G, kind="stable"))
         orders.append(torch.from_numpy(row_G) if 0 < len(leaves[-1]) < len(level_G) else None)
     words = torch.from_numpy(np.concatenate([tree.words for tree in trees])[np.concatenate(leaves)])
-    return Levels(words, list(map(len, leaves)), orders, torch.tensor([tree.label for tree in trees]))
+    return Levels(words, list(map(len, leaves)), orders, trees)
+
+
+def tree_network(model: BinaryTreeNetwork, loss: Loss, cells: Callable[[Tree], int], strategies: Sequence) -> Network:
+    """Return a network on binary trees, and the ways to run it."""
+
+    def by_hand(levels: Levels) -> Tensor:
+        def inner(*states: Tensor) -> States:
+            return model.inner_state(*(each.view(-1, 2, each.shape[1]) for each in states))
+
+        return model.head(levels.run(model.leaf_state(model.embedding(levels.words)), inner)[0])
+
+    compute = step(model, by_hand, lambda levels, results: loss(levels.trees, results))
+    hand = {LEVELS: Way(levels_of, compute, lambda levels: len(levels.orders))}
+    return Network(model, cells, batched(model, strategies, loss) | hand)
 
 
 def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
     """Return a binary Tree-LSTM, which has a cell at every vertex of a tree."""
-    model = BinaryTreeLSTM(words, width)
 
     def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
         return cross_entropy(scores, torch.tensor([tree.label for tree in trees]), reduction="sum")
 
-    def inner(h: Tensor, c: Tensor) -> States:
-        return lstm_state(model.inner(h.view(-1, 2 * width)), c.view(-1, 2, width))
+    return tree_network(BinaryTreeLSTM(words, width), loss, len, strategies)
 
-    def by_hand(levels: Levels) -> Tensor:
-        return model.classifier(levels.run(lstm_state(model.leaf(model.embedding(levels.words))), inner)[0])
 
-    compute = step(model, by_hand, lambda levels, scores: cross_entropy(scores, levels.labels, reduction="sum"))
-    hand = {LEVELS: Way(levels_of, compute, lambda levels: len(levels.orders))}
-    return Network(model, len, batched(model, strategies, loss) | hand)
+def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
+    """Return Tree-FC: relu(W [left; right] + b) at every inner vertex (Looks et al. 2017); leaves have no cell."""
+
+    def cells(tree: Tree) -> int:
+        return tree.num_leaves - 1
+
+    return tree_network(TreeFC(words, width), lambda _, roots: roots.sum(), cells, strategies)
 
 
 def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
@@ -257,21 +270,6 @@ def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) ->
     ways = {PER_INSTANCE: one_by_one(model, loss)} | {each.name: in_scope(each, "module") for each in strategies}
     ways |= {f"{each.name}, operators": in_scope(each, "op") for each in strategies[-1:]}
     return Network(model, lambda pair: len(pair.left) + len(pair.right), ways)
-
-
-def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
-    """Return Tree-FC: relu(W [left; right] + b) at every inner vertex (Looks et al. 2017); leaves have no cell."""
-    model = TreeFC(words, width)
-
-    def loss(_: Any, roots: Tensor) -> Tensor:
-        return roots.sum()
-
-    def by_hand(levels: Levels) -> Tensor:
-        leaves = (model.embedding(levels.words),)
-        return levels.run(leaves, lambda h: (model.inner(h.view(-1, 2 * width)).relu(),))[0]
-
-    hand = {LEVELS: Way(levels_of, step(model, by_hand, loss), lambda levels: len(levels.orders) - 1)}
-    return Network(model, lambda tree: tree.num_leaves - 1, batched(model, strategies, loss) | hand)
 
 
 def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:

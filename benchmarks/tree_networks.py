@@ -34,88 +34,76 @@ def lstm_state(gates: Tensor, c_children: Tensor | None = None) -> tuple[Tensor,
     return o * c.tanh(), c
 
 
-class BinaryTreeLSTM(nn.Module):
-    """A Tree-LSTM with words at the leaves, a cell at every inner vertex, and a classifier of the root."""
+class BinaryTreeNetwork(nn.Module):
+    """A network with a cell at every vertex of binary trees, whose leaves have words; the first state is read out.
 
-    def __init__(self, words: int, width: int = 256, classes: int = SENTIMENTS):
+    Subclasses have three methods: `leaf_state`, from the vectors of words, (G, H), to the states of leaves, (G, H)
+    each; `inner_state`, from the children's states, (G, 2, H) each, to those of inner vertices; and `head`, from the
+    first states of the roots to the results.
+    """
+
+    def __init__(self, words: int, width: int, states: tuple[str, ...]):
         super().__init__()
-        self.embedding = nn.Embedding(words, width, sparse=True)
-        self.leaf, self.inner = Linear(width, 3 * width), Linear(2 * width, 5 * width)
-        self.classifier = nn.Linear(width, classes)
-        leaf = VertexFunction(self._leaf, pulls=("word",))
-        inner = VertexFunction(self._inner, gathers=("h", "c"))
-        self.network = VertexNetwork([leaf, inner], states={"h": (width,), "c": (width,)})
+        self.states, self.embedding = states, nn.Embedding(words, width, sparse=True)
+        functions = [VertexFunction(self._leaf, pulls=("word",)), VertexFunction(self._inner, gathers=states)]
+        self.network = VertexNetwork(functions, states=dict.fromkeys(states, (width,)))
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
         """Return the plan of a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
-        return self.network.plan(list(map(leaves_and_inner, trees)), scheduler, sharing)
+        edges = [Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words}) for tree in trees]
+        return self.network.plan(edges, scheduler, sharing)
 
     def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
-        """Return the scores of the trees for which the plan was made, (B, C)."""
+        """Return the results of the trees for which the plan was made, (B, C)."""
         words = self.embedding(plan.rows["word"])
-        return self.classifier(self.network(plan, {"word": words}, defer_weight_grads).roots["h"])
+        return self.head(self.network(plan, {"word": words}, defer_weight_grads).roots[self.states[0]])
 
     def one(self, tree: Tree) -> Tensor:
-        """Return the scores of one tree, (C,)."""
-        h, c = [], []
+        """Return the result of one tree, (C,)."""
+        made: list[tuple[Tensor, ...]] = []
         for children, word in zip(tree.children.tolist(), tree.words.tolist(), strict=True):
             if children[0] < 0:
-                state = lstm_state(self.leaf(self.embedding(torch.tensor([word]))))
+                made.append(self.leaf_state(self.embedding(torch.tensor([word]))))
             else:
-                gates = self.inner(torch.cat([h[child] for child in children], dim=1))
-                state = lstm_state(gates, torch.stack([c[child] for child in children], dim=1))
-            for states, each in zip((h, c), state, strict=True):
-                states.append(each)
-        return self.classifier(h[-1])[0]
+                pairs = zip(*(made[child] for child in children), strict=True)
+                made.append(self.inner_state(*(torch.stack(pair, dim=1) for pair in pairs)))
+        return self.head(made[-1][0])[0]
 
     def _leaf(self, vertices: Vertices) -> None:
-        h, c = lstm_state(self.leaf(vertices.pull("word")))
-        vertices.scatter(h=h, c=c)
+        vertices.scatter(**dict(zip(self.states, self.leaf_state(vertices.pull("word")), strict=True)))
 
     def _inner(self, vertices: Vertices) -> None:
-        h, c = lstm_state(self.inner(vertices.gather("h").flatten(1)), vertices.gather("c"))
-        vertices.scatter(h=h, c=c)
+        states = self.inner_state(*map(vertices.gather, self.states))
+        vertices.scatter(**dict(zip(self.states, states, strict=True)))
 
 
-class TreeFC(nn.Module):
+class BinaryTreeLSTM(BinaryTreeNetwork):
+    """A Tree-LSTM with a classifier of the root."""
+
+    def __init__(self, words: int, width: int = 256, classes: int = SENTIMENTS):
+        super().__init__(words, width, ("h", "c"))
+        self.leaf, self.inner = Linear(width, 3 * width), Linear(2 * width, 5 * width)
+        self.head = nn.Linear(width, classes)
+
+    def leaf_state(self, x_GH: Tensor) -> tuple[Tensor, ...]:
+        return lstm_state(self.leaf(x_GH))
+
+    def inner_state(self, h_G2H: Tensor, c_G2H: Tensor) -> tuple[Tensor, ...]:
+        return lstm_state(self.inner(h_G2H.flatten(1)), c_G2H)
+
+
+class TreeFC(BinaryTreeNetwork):
     """Tree-FC: relu(W [left; right] + b) at every inner vertex, and word vectors at the leaves."""
 
     def __init__(self, words: int, width: int = 512):
-        super().__init__()
-        self.embedding = nn.Embedding(words, width, sparse=True)
-        self.inner = Linear(2 * width, width)
-        functions = [VertexFunction(self._leaf, pulls=("word",)), VertexFunction(self._inner, gathers=("h",))]
-        self.network = VertexNetwork(functions, states={"h": (width,)})
+        super().__init__(words, width, ("h",))
+        self.inner, self.head = Linear(2 * width, width), nn.Identity()
 
-    def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
-        """Return the plan of a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
-        return self.network.plan(list(map(leaves_and_inner, trees)), scheduler, sharing)
+    def leaf_state(self, x_GH: Tensor) -> tuple[Tensor, ...]:
+        return (x_GH,)
 
-    def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
-        """Return the states of the roots of the trees for which the plan was made, (B, H)."""
-        words = self.embedding(plan.rows["word"])
-        return self.network(plan, {"word": words}, defer_weight_grads).roots["h"]
-
-    def one(self, tree: Tree) -> Tensor:
-        """Return the state of the root of one tree, (H,)."""
-        h: list[Tensor] = []
-        for (left, right), word in zip(tree.children.tolist(), tree.words.tolist(), strict=True):
-            if left < 0:
-                h.append(self.embedding(torch.tensor(word)))
-            else:
-                h.append(self.inner(torch.cat([h[left], h[right]])).relu())
-        return h[-1]
-
-    def _leaf(self, vertices: Vertices) -> None:
-        vertices.scatter(h=vertices.pull("word"))
-
-    def _inner(self, vertices: Vertices) -> None:
-        vertices.scatter(h=self.inner(vertices.gather("h").flatten(1)).relu())
-
-
-def leaves_and_inner(tree: Tree) -> Edges:
-    """Return a tree whose leaves run function 0 and pull their `word`, and whose inner vertices run function 1."""
-    return Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words})
+    def inner_state(self, h_G2H: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(h_G2H.flatten(1)).relu(),)
 
 
 class ChildSumCell(nn.Module):

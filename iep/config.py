@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.batching.schedulers import SCHEDULERS
 from iep.errors import InputError, nearest
 from iep.execution_engine import choices
@@ -46,10 +45,17 @@ CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
-ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "backward_weights")
+ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency")
 """The settings that only asynchronous training uses."""
-DROPPED: Mapping[str, Any] = {"replicas": [], "engine.stem_pixels": 1}
-"""Settings of earlier versions, which saved settings may still have with these values."""
+FORMER: Mapping[str, list[Any]] = {
+    "replicas": [[]],
+    "engine.stem_pixels": [1],
+    "backward_weights": ["current", "forward"],
+    "execution": ["auto", "grouped"],
+}
+"""Settings and values that earlier versions saved, and that are no longer there: the default replaces them."""
+FIXED = ("model", "freeze", "pg", "ee", "baseline")
+"""Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
 SYNCHRONOUS = ("defer_weight_grads", "execution")
 """The settings that asynchronous training does not use."""
 SECTIONS = {
@@ -67,7 +73,6 @@ SHIPPED = Path(__file__).parent / "configs"
 """The directory of the package's configs; `mini/pg` is the name of its file `mini/pg.yaml`."""
 Given = list[tuple[str, str, Any]]
 """Settings as a user gave them: the place, the dotted name and the value of each."""
-LARGEST = 2**53
 LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, **dict.fromkeys(BASELINES, 5e-4), "backbone": 3e-3}
 
 
@@ -77,15 +82,15 @@ def setting(
     maximum: float | None = None,
     choices: tuple[str, ...] | None = None,
     models: tuple[str, ...] = MODELS,
-    former: Mapping[str, str] | None = None,
 ) -> Any:
     """Return a dataclass field with a default and, to be checked when a config is read, bounds or a list of choices.
 
     The bounds of a tuple apply to each of its items. `models` are the models that use the setting; for other models it
-    is an error to give it. `former` has values of earlier versions, and those that replace them.
+    is an error to give it.
     """
-    limits = {"minimum": minimum, "maximum": maximum, "choices": choices, "models": models, "former": former or {}}
-    return field(default=default, metadata=limits)
+    return field(
+        default=default, metadata={"minimum": minimum, "maximum": maximum, "choices": choices, "models": models}
+    )
 
 
 @dataclass(frozen=True)
@@ -227,12 +232,7 @@ class Config:
     sharing: bool | None = setting(None, models=WITH_ENGINE)
     """Run each image's stem, and equal subtrees over one image, once. If unset, training shares only where this is
     exact, that is without batch norm and dropout, and validation always does."""
-    execution: str = setting(
-        choices.DEFAULT_EXECUTION,
-        choices=tuple(choices.EXECUTIONS),
-        models=WITH_ENGINE,
-        former={"auto": "calls", "grouped": "calls"},
-    )
+    execution: str = setting(choices.DEFAULT_EXECUTION, choices=tuple(choices.EXECUTIONS), models=WITH_ENGINE)
     """How module calls run: one function in each call (calls), or all of one architecture."""
     defer_weight_grads: bool = setting(False, models=WITH_ENGINE)
     """Compute the gradient of each module's weights once a step, over all its calls."""
@@ -315,8 +315,6 @@ class Config:
     min_update_frequency: int = setting(0, minimum=0, models=("ee",))
     """The number of calls after which a part is updated; 0 for the number that it has in a minibatch of `batch_size`
     questions, so that a rare function is updated as often as in synchronous training."""
-    backward_weights: str = setting("current", choices=BACKWARD_WEIGHTS, models=("ee",))
-    """The weights of backward passes: the current ones, or those of the forward pass, of which copies are kept."""
     validate_every: int = setting(1000, minimum=1)
     """The number of iterations after which the model is validated and saved."""
     log_every: int = setting(50, minimum=1)
@@ -473,8 +471,40 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def only_used(config: Config) -> Config:
-    """Return `config` with defaults for all settings that its model does not use, which earlier versions saved."""
+    """Return `config` with defaults for all settings that its model does not use."""
     return update(Config(), settings_of(config), "only used")
+
+
+def saved_config(settings: Mapping[str, Any], source: str) -> Config:
+    """Return the settings of a run that it has saved in the file `source`, perhaps by an earlier version.
+
+    Raises:
+        InputError: a setting is unknown or invalid.
+    """
+    given = [(source, name, value) for name, value in flat(settings).items() if value not in FORMER.get(name, ())]
+    return absolute(only_used(overridden(Config(), given)))
+
+
+def check_changes(before: Config, now: Config, path: Path) -> list[str]:
+    """Return a text for each setting in which a run resumed with `now` differs from the run `before`.
+
+    Args:
+        path: the checkpoint of the run, for messages.
+
+    Raises:
+        InputError: such a setting may not change during a run (names all of them).
+    """
+    if before.model != now.model:
+        raise InputError(f"{path}: holds a run of model {before.model}, cannot resume it as {now.model}")
+    held, wanted = flat(settings_of(before)), flat(settings_of(now))
+    for settings in (held, wanted):
+        settings["freeze"] = ", ".join(sorted(settings["freeze"])) or "nothing"
+    fixed = {*SECTIONS, *FIXED} - ({"pg"} if now.model == "ee" else set())
+    changed = [name for name in held if name in wanted and held[name] != wanted[name] and name not in PLACES]
+    if refused := [name for name in changed if name.partition(".")[0] in fixed]:
+        texts = [", ".join(f"{name} {settings[name]}" for name in refused) for settings in (held, wanted)]
+        raise InputError(f"{path}: was trained with {texts[0]}, cannot resume with {texts[1]}")
+    return [f"{name} {wanted[name]} instead of {held[name]}" for name in changed]
 
 
 def check_used(config: Config, given: Collection[str] = ()) -> None:
@@ -492,9 +522,7 @@ def check_used(config: Config, given: Collection[str] = ()) -> None:
     ]
     if unused:
         how = " asynchronously" if config.asynchronous else ""
-        forgotten = not config.asynchronous and {each.split()[0] for each in unused} & {*ASYNCHRONOUS}
-        hint = "; only asynchronous training does" if forgotten else ""
-        raise InputError(f"{', '.join(unused)}, which training {config.model}{how} does not use{hint}")
+        raise InputError(f"{', '.join(unused)}, which training {config.model}{how} does not use")
 
 
 def absolute(config: Config) -> Config:
@@ -521,8 +549,6 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
     changes = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if name in DROPPED and value == DROPPED[name]:
-            continue
         if key not in known:
             raise InputError(f"{source}: unknown key {name!r}{_meant(config, str(key))}")
         current = getattr(config, key)
@@ -559,8 +585,6 @@ def to_yaml(config: Config) -> str:
 
 def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any:
     value = _converted(value, kind, name)
-    if isinstance(value, str):
-        value = limits.get("former", {}).get(value, value)
     minimum, maximum, choices = (limits.get(key) for key in ("minimum", "maximum", "choices"))
     for item in value if isinstance(value, tuple) else () if value is None else (value,):
         if minimum is not None and not item >= minimum:
@@ -578,7 +602,7 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
     A tuple of strings may be given as comma-separated text, and as None if it is empty.
 
     Raises:
-        InputError: the value is not of this kind, or is not a finite number up to `LARGEST`.
+        InputError: the value is not of this kind.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
@@ -591,10 +615,8 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
         if len(value) == len(arguments):
             return tuple(_converted(item, part, name) for item, part in zip(value, arguments, strict=True))
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):  # YAML 1.1 reads 1e-4, which has no dot, as text
+        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-4, which has no dot, as text
             value = float(value)
-    if kind in (int, float) and isinstance(value, (int, float)) and not abs(value) <= LARGEST:
-        raise InputError(f"{name} is {value}, expected a finite number of at most {LARGEST}")
     if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     found = " ".join(repr(value).split())  # of a tensor in a damaged checkpoint, this has several lines

@@ -41,7 +41,7 @@ def main() -> None:
         workload = generated(size, 1, tuple(given.feature_shape), size, 0)
         config = read_config(None, given.settings).engine
         engine = place(
-            build("engine", network_kwargs("engine", config, workload.vocab, workload.feature_shape)), device
+            build("engine", network_kwargs("engine", config, workload.vocab, tuple(given.feature_shape))), device
         )
         minibatch = workload.minibatch(0, size, device)
         if device.type == "cuda":
@@ -65,8 +65,8 @@ def main() -> None:
             total = [each for each in found.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
             on_gpu = sum(each.self_device_time_total for each in total) / 1e3
             text = f"{size} questions, {strategy.name}: {1e3 * wall:.2f} ms, "
-            if (kernels := step.count_kernels()) is not None:
-                text += f"{kernels} kernels, "
+            if device.type == "cuda":
+                text += f"{sum(each.count for each in total)} kernels, "
             text += f"{on_gpu:.2f} ms on the GPU, {flops / wall / 1e12:.2f} TFLOP/s"
             if peaks is not None:
                 text += f", {100 * flops / wall / peaks[strategy.precision == 'bfloat16']:.1f}% of the peak"

@@ -18,8 +18,7 @@ python - "$OUT" <<'END'
 import sys
 from pathlib import Path
 
-from iep.models.checkpoint import load_checkpoint
-from iep.models.weights import save_weights
+from iep.models.checkpoint import load_checkpoint, save_weights
 
 out = Path(sys.argv[1])
 save_weights(out, load_checkpoint(out / "run"), half=True)

@@ -16,7 +16,6 @@ from batching_cases import quick
 from hypothesis import Phase, given, settings
 from processes import together
 from test_asynchronous import (
-    WEIGHTS,
     Collect,
     Fails,
     Square,
@@ -41,10 +40,10 @@ same_in_all = settings(quick, max_examples=6, derandomize=True, database=None, p
 def one_at_a_time() -> None:
     peers = Peers()
 
-    @given(drawn=minibatches(workers=world_size()), weights=WEIGHTS)
+    @given(drawn=minibatches(workers=world_size()))
     @same_in_all
-    def check(drawn, weights):
-        check_one_instance_at_a_time(drawn, weights, peers=peers)
+    def check(drawn):
+        check_one_instance_at_a_time(drawn, peers=peers)
 
     check()
 
@@ -59,11 +58,11 @@ def several_in_flight() -> list[tuple]:
 
     drawn = minibatches(max_size=6, workers=size)
 
-    @given(drawn=drawn, weights=WEIGHTS, keys=st.integers(1, 5), frequency=st.integers(1, 4))
+    @given(drawn=drawn, keys=st.integers(1, 5), frequency=st.integers(1, 4))
     @same_in_all
-    def check(drawn, weights, keys, frequency):
+    def check(drawn, keys, frequency):
         (_, instances, plain), in_flight = drawn, []
-        trainer = AsynchronousTrainer(by_op(typed_modules()), Collect, size, keys, frequency, None, weights, peers)
+        trainer = AsynchronousTrainer(by_op(typed_modules()), Collect, size, keys, frequency, peers=peers)
         run = trainer.run(instances, note=lambda _: in_flight.append([*trainer.in_flight]), update=True)
         assert all(max(numbers) - min(numbers) < keys for numbers in in_flight if numbers)
         sums = {name: total(each) for name, each in gradient_sums(trainer, rank()).items()}

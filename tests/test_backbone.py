@@ -227,7 +227,6 @@ def test_scenes_that_cannot_be_learnt_from(clevr: Path, tmp_path: Path, keys: tu
     ("kwargs", "words"),
     [
         (None, "holds the weights of something else, expected metadata of the format"),
-        ([1], "networks.backbone.kwargs is of type list"),
         ({"image_size": [32, 32]}, "the weights do not fit"),
     ],
 )

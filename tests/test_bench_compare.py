@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from iep.bench.compare import Benchmark, Case, Competitor, compare, run_benchmark, table
 from iep.runtime.signals import Stopped, handled
@@ -40,17 +39,6 @@ def test_totals_and_speedups_of_a_row_follow_from_its_times():
     assert [row["seconds"]["total"]["median"] for row in rows] == [4.0, 2.0]
     assert [row["speedup"] for row in rows] == [1.0, 2.0]
     assert rows[1]["facts"] == {"calls": 7}
-
-
-def test_a_competitor_that_runs_out_of_memory_is_left_out_with_the_reason():
-    def too_large() -> dict[str, float]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nand more lines")
-
-    case = Case({}, 1, [Competitor("large", too_large), competitor("x", {"a": 1})])
-    rows = compare(case, 1, 0)
-    assert [bool(row["seconds"]) for row in rows] == [False, True]
-    text = table(case, rows, "sample")
-    assert "large left out: not enough memory: CUDA out of memory. Tried to allocate 1 GiB." in text
 
 
 @pytest.mark.parametrize(("max_seconds", "rounds"), [(0, 3), (60, 5)])

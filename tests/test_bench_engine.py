@@ -47,7 +47,7 @@ def test_calls_lie_between_the_bound_and_nodes_and_sharing_runs_fewer_nodes(comp
 
 
 def test_functions_that_share_their_weights_are_measured_in_few_calls_at_every_size(tmp_path: Path):
-    given = ("--batch-sizes", "64,32", "--batching", "lookahead", "--threads", 1, "--modules", "vector")
+    given = ("--batch-sizes", "64,32", "--batching", "lookahead", "--threads", 1, "engine.modules=vector")
     given = (*given, "engine.classifier_pool=1")
     comparisons = report_of(measure(*given, "--out", tmp_path), tmp_path, "engine")
     sizes = [(each["questions"], each["phase"], each["minibatches"]) for each in comparisons]
@@ -66,7 +66,6 @@ COUNT = "count filter_color[red] scene"
     [
         (["engine", "--batching", "lookahed"], 2, ["did you mean 'lookahead'"]),
         (["engine", "--batch-sizes", "1,a"], 2, ["'1,a', expected integers separated by commas, such as 1,16,64"]),
-        (["plan", "--data", ".", "--questions-per-image", "2"], 2, ["cannot go together with --data"]),
         (["engine", "engine.module_dimm=4"], 1, ["engine.module_dimm", "did you mean 'module_dim'"]),
         (["engine", "--batch-sizes", "2", "engine.stem=none", "--feature-shape", "5", "3", "3"], 1, ["5 channels"]),
         (

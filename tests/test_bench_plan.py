@@ -1,6 +1,5 @@
 """`iep-bench plan`: every node is named once, files are written, and errors are one line."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -81,7 +80,7 @@ def test_a_plan_says_which_call_runs_where_and_what_is_copied() -> None:
     result = iep_bench("plan", *given)
     assert result.exit_code == 0, result.output
     assert "on device 0, cuda:6" in result.stdout
-    assert "1 maps of 100,352 bytes" in result.stdout
+    assert "the forward pass copies 1 values between devices" in result.stdout
     assert re.search(r"\nops: \d+ is count, \d+ is filter_color\[red\], \d+ is scene\n", result.stdout)
 
 
@@ -93,13 +92,11 @@ def test_a_call_of_an_op_group_has_several_functions() -> None:
     assert "filter_color[red] filter_shape[cube]  2" in result.stdout
 
 
-def test_a_plan_is_written_as_text_json_and_svg(tmp_path: Path) -> None:
+def test_a_plan_is_written_as_text_and_svg(tmp_path: Path) -> None:
     given = ["--program", COUNT, "--program", COMPARE, "--scene", "stem", "--batching", "vanilla,improved"]
     result = iep_bench("plan", *given, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "plan.txt").read_text() in result.stdout
-    calls = json.loads((tmp_path / "plan.json").read_text())
-    assert calls["vanilla"][0] == {"functions": ["filter_color[red]"], "nodes": ["0.1"]}
     texts = [each.text for each in ElementTree.parse(tmp_path / "plan.svg").iter(f"{SVG}text")]
     assert texts[0] == "vanilla: 8 calls for 8 nodes"
     assert Counter(each for each in texts if each in {*COUNT.split(), *COMPARE.split()}) == Counter(

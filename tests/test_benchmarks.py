@@ -2,20 +2,19 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, quick, with_gradients
+from batching_cases import assert_same, with_gradients
 from bench_cases import laboratory, report_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_data import assert_one_error, tiny
 
 from benchmarks import dynet, experts
-from benchmarks.experts import BATCHED, HAND, ONE_BY_ONE, Experts, uniform_experts, ways_to_run
+from benchmarks.experts import BATCHED, ONE_BY_ONE, Experts, uniform_experts
 from benchmarks.networks import (
     LEVELS,
     PACKED,
@@ -26,10 +25,8 @@ from benchmarks.networks import (
     tagger_network,
     tree_fc_network,
 )
-from benchmarks.tagger import Tagger, wikiner_like
-from benchmarks.tree_networks import BinaryTreeLSTM, TreeFC
-from benchmarks.trees import Tree, complete_trees, sick_like, sst_like
-from iep.batching.schedulers import SCHEDULERS
+from benchmarks.tagger import UNKNOWN_WORD, wikiner_like
+from benchmarks.trees import Tree, complete_trees, sick_like, sst_like, tree_from_parents
 from iep.bench.strategy import parse_strategies
 
 WORDS, TAGS, LETTERS = 20, 9, 5
@@ -40,15 +37,15 @@ QUICK = ("--repeat", 1, "--threads", 1, "--width", 4, "--words", 30)
 # Networks
 
 
-def sentences(count: int, rng: np.random.Generator) -> list:
-    return wikiner_like(count, WORDS, TAGS, LETTERS, rng)
-
-
 SAMPLES: dict[str, tuple[Callable[..., Network], Callable[[np.random.Generator], list]]] = {
     "binary": (binary_network, lambda rng: [*sst_like(9, WORDS, rng), LONE]),
     "child-sum": (child_sum_network, lambda rng: sick_like(5, WORDS, rng)),
     "full of 7": (tree_fc_network, lambda rng: complete_trees(3, 7, WORDS, rng)),
-    "tagger": (tagger_network, lambda rng: sentences(7, rng)),
+    "tagger": (tagger_network, lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng)),
+    "tagger that spells": (
+        partial(tagger_network, letters=LETTERS),
+        lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng),
+    ),
 }
 
 
@@ -61,7 +58,7 @@ def test_every_way_computes_the_same_loss_and_gradients(name: str):
     for each, way in network.ways.items():
         way.compute(way.construct(samples), False)
         losses.append(float(way.compute(way.construct(samples), True)))
-        if each != PACKED and not (name == "tagger" and network.model.lstm.weight_ih_l0.grad is None):
+        if each != PACKED:
             gradients.append({name: weight.grad for name, weight in network.model.named_parameters()})
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
     for other in gradients[1:]:
@@ -69,28 +66,6 @@ def test_every_way_computes_the_same_loss_and_gradients(name: str):
             dense = [each.to_dense() for each in (other[weight], expected) if each is not None]
             assert len(dense) != 1
             torch.testing.assert_close(*(dense or (0, 0)), rtol=1e-3, atol=1e-5)
-
-
-MODELS = {
-    "binary Tree-LSTM": (lambda: BinaryTreeLSTM(WORDS, width=4), lambda n, rng: sst_like(n, WORDS, rng)),
-    "Tree-FC": (lambda: TreeFC(WORDS, width=4), lambda n, rng: sst_like(n, WORDS, rng)),
-    "tagger that spells": (lambda: Tagger(WORDS, TAGS, LETTERS, 4, 3, 2), sentences),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@given(number=st.integers(1, 5), seed=st.integers(0, 2**32 - 1), sharing=st.booleans(), defer=st.booleans())
-@settings(quick, max_examples=5)
-def test_every_scheduler_sharing_and_deferral_equals_one_sample_at_a_time(name, number, seed, sharing, defer):
-    torch.manual_seed(0)
-    construct, draw = MODELS[name]
-    model, samples = construct().double(), draw(number, np.random.default_rng(seed))
-    leaves = dict(model.named_parameters())
-    one_by_one = torch.cat([model.one(sample).flatten() for sample in samples])
-    expected = with_gradients({"output": one_by_one}, leaves)
-    for scheduler in SCHEDULERS:
-        found = model(model.plan(samples, scheduler, sharing), defer).flatten()
-        assert_same(with_gradients({"output": found}, leaves), expected, 1e-9, none_is_zero=True)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +102,32 @@ def test_dynet_computes_the_same_losses_and_has_a_row(network: str):
     assert "\nDyNet " in result.stdout
 
 
+# Generated data
+
+
+def test_vertices_of_dependency_trees_are_numbered_children_first():
+    tree = tree_from_parents(np.array([1, -1, 1, 2]), np.array([5, 6, 7, 8]))
+    assert tree.children.tolist() == [[-1, -1], [-1, -1], [1, -1], [0, 2]]
+    assert tree.words.tolist() == [5, 8, 7, 6]
+
+
+def test_generated_sentiment_trees_are_binary_and_as_long_as_the_treebanks_sentences():
+    trees = sst_like(800, 1_000, np.random.default_rng(0))
+    leaves = np.array([tree.num_leaves for tree in trees])
+    assert all(tree.children.shape == (2 * count - 1, 2) for tree, count in zip(trees, leaves, strict=True))
+    assert (leaves.mean(), leaves.std()) == pytest.approx((19.1, 9.3), abs=1.5)
+    assert all(((tree.words >= 0) == (tree.children[:, 0] < 0)).all() for tree in trees)
+
+
+def test_generated_sentences_are_as_long_as_wikiners_and_spell_the_rare_words_alone():
+    sentences = wikiner_like(500, 1_000, 9, 60, np.random.default_rng(0))
+    assert abs(np.mean([len(sentence.words) for sentence in sentences]) - 24.5) < 1.5
+    words = np.concatenate([sentence.words for sentence in sentences])
+    assert sum(len(sentence.spelled) for sentence in sentences) == (words == UNKNOWN_WORD).sum()
+    assert 0.06 < (words == UNKNOWN_WORD).mean() < 0.1
+    assert words.max() < 1_000
+
+
 # Experts
 
 
@@ -137,22 +138,19 @@ def test_every_number_of_experts_and_minibatch_size_is_measured(tmp_path: Path, 
     found = [(each["phase"], each["experts"], each["tokens"]) for each in comparisons]
     assert found == [(p, e, size) for p in ("train", "inference") for e in (1, 3) for size in (2, 7)]
     for each in comparisons:
-        assert [row["name"] for row in each["rows"]] == [ONE_BY_ONE, BATCHED, HAND]
+        assert [row["name"] for row in each["rows"]] == [ONE_BY_ONE, BATCHED]
         assert each["active"] == uniform_experts(each["tokens"], each["experts"], 1, seed=0).unique().numel()
 
 
 @pytest.mark.parametrize("width", [(4, 8, 12), (3, 5, 7)])  # with and without a grouped product
 @pytest.mark.parametrize("k", [1, 3])
-def test_every_way_to_run_experts_gives_the_same_outputs_and_gradients(k: int, width: tuple[int, int, int]):
+def test_batched_experts_give_the_outputs_and_gradients_of_one_token_at_a_time(k: int, width: tuple[int, int, int]):
     torch.manual_seed(0)
     layer, chosen = Experts(*width, 5), uniform_experts(9, 5, k, seed=1)
     x, gates = torch.randn(9, width[0], requires_grad=True), torch.rand(9, k, requires_grad=True)
     leaves = {"tokens": x, "gates": gates, **dict(layer.named_parameters())}
-    first, *others = (
-        with_gradients({"outputs": forward(x, chosen, gates)}, leaves) for forward in ways_to_run(layer).values()
-    )
-    for other in others:
-        assert_same(other, first, 1e-4, rounding=1e-5)
+    one_by_one = with_gradients({"outputs": layer.one_by_one(x, chosen, gates)}, leaves)
+    assert_same(with_gradients({"outputs": layer(x, chosen, gates)}, leaves), one_by_one, 1e-4, rounding=1e-5)
 
 
 # The loader and several processes
@@ -190,7 +188,6 @@ def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("loader", "--images", 3, "--data", "x"), "--images cannot go together with --data"),
         (("moe", "--experts", "3,2", "--k", 3), "--k is 3, expected at most 2"),
         (("tree-fc", "--batching", "lookahed"), "did you mean 'lookahead'"),
     ],

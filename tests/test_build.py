@@ -12,8 +12,8 @@ from tiny_data import TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, tiny,
 from train_cases import iep_train, weights
 
 from iep.errors import InputError
-from iep.models.build import NEW_WORDS_STD, add_words, build, check_vocab, load_network, unpack
-from iep.models.checkpoint import load_checkpoint
+from iep.models.build import NEW_WORDS_STD, Network, add_words, build
+from iep.models.checkpoint import check_vocab, load_checkpoint, load_network, unpack
 from iep.vocab import count_new_words
 
 CPU = torch.device("cpu")
@@ -113,14 +113,15 @@ def test_words_are_new_only_after_all_old_ones_in_their_order():
 
 def test_old_words_keep_every_bit_and_new_ones_are_small_and_seeded():
     kwargs = {"num_question_tokens": 9, "num_program_tokens": 5, "embedding_dim": 400, "hidden_dim": 8}
-    networks = [build("generator", kwargs) for _ in range(3)]
-    for network, seed in zip(networks, (1, 1, 2), strict=True):
-        before, told = network.encoder_embed.weight.detach().clone(), network.kwargs
-        add_words(network, "generator", 50, seed)
-        assert torch.equal(network.encoder_embed.weight[:9], before)
-        assert network.encoder_embed.weight.shape == (59, 400)
-        assert network.kwargs == told | {"num_question_tokens": 59}
-    one, again, other = (network.encoder_embed.weight[9:].detach() for network in networks)
+    news = []
+    for seed in (1, 1, 2):
+        module = build("generator", kwargs)
+        before, network = module.encoder_embed.weight.detach().clone(), Network("generator", module, kwargs)
+        assert add_words(network, 50, seed) == replace(network, kwargs=kwargs | {"num_question_tokens": 59})
+        assert torch.equal(module.encoder_embed.weight[:9], before)
+        assert module.encoder_embed.weight.shape == (59, 400)
+        news.append(module.encoder_embed.weight[9:].detach())
+    one, again, other = news
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
     assert one.std().item() == pytest.approx(NEW_WORDS_STD, rel=0.02)

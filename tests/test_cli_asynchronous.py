@@ -22,13 +22,13 @@ def train(data: Path, out: Path, *arguments: object) -> str:
     return result.output
 
 
-@pytest.mark.parametrize(("modules", "which"), [("iep", "current"), ("tbd", "forward")])
-def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Path, modules: str, which: str):
+@pytest.mark.parametrize("modules", ["iep", "tbd"])
+def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Path, modules: str):
     """Every minibatch has the same questions, so that a part is updated once in each, with its last call."""
     same = ("num_train_samples=8", "weight_decay=0.1", "warmup=2", "decay=cosine", "--modules", modules)
     same += ("attention_penalty=0.01",) if modules == "tbd" else ()
     train(data, tmp_path / "synchronous", "device=cpu", *same)
-    one = ("--threads", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1, "--backward-weights", which)
+    one = ("--threads", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1)
     train(data, tmp_path / "run", *same, *one)
     runs = [tmp_path / name for name in ("run", "synchronous")]
     assert_same_training(*runs)
@@ -40,7 +40,7 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "settings",
     [
-        ("--max-active-keys", 3, "--backward-weights", "forward", "sharing=false", "workers=1"),
+        ("--max-active-keys", 3, "sharing=false", "workers=1"),
         (
             "--min-update-frequency",
             5,
@@ -115,9 +115,8 @@ def test_an_error_in_a_worker_ends_the_run(data: Path, tmp_path: Path, monkeypat
         (("--threads", 2), "--threads is for --asynchronous", 2),
         ((*ASYNCHRONOUS, "--device", "cpu"), "--threads places the parts on the CPU; it cannot go", 2),
         ((*ASYNCHRONOUS, "instance_size=3"), "batch_size is 8 and instance_size 3; expected a multiple", 1),
-        ((*ASYNCHRONOUS, "--defer-weight-grads"), "defer_weight_grads is True, which training ee asynchronously", 1),
-        ((*ASYNCHRONOUS, "instance_size=1", "engine.classifier_norm=true"), "an instance has 1 question, expected", 1),
-        (("--max-active-keys", 2), "max_active_keys is 2, which training ee does not use; only asynchronous", 1),
+        ((*ASYNCHRONOUS, "defer_weight_grads=true"), "defer_weight_grads is True, which training ee asynchronously", 1),
+        (("--max-active-keys", 2), "max_active_keys is 2, which training ee does not use", 1),
     ],
 )
 def test_invalid_settings_are_errors_of_one_line(data: Path, tmp_path: Path, arguments: tuple, words: str, code: int):

@@ -31,14 +31,9 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
     assert_same_training(tmp_path / "run", tmp_path / "synchronous")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [("max_active_keys=3", "backward_weights=forward", "sharing=false", "workers=1"), ()],
-    ids=["settings", "defaults"],
-)
-def test_several_instances_in_flight_learn_the_training_questions(data: Path, tmp_path: Path, settings: tuple):
-    long = ("iterations=20", "validate_every=10", "log_every=5", "num_train_samples=16")
-    assert all(together(train, tiny_config(data, "ee", *SETTINGS, *long, *settings), tmp_path / "run", False))
+def test_several_instances_in_flight_learn_the_training_questions(data: Path, tmp_path: Path):
+    long = ("iterations=20", "validate_every=10", "log_every=5", "num_train_samples=16", "sharing=false", "workers=1")
+    assert all(together(train, tiny_config(data, "ee", *SETTINGS, *long), tmp_path / "run", False))
     found = rows(tmp_path / "run")
     losses = [row["loss"] for row in found if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]

@@ -33,7 +33,7 @@ from iep.config import Evaluation
 from iep.evaluation import run_evaluation
 from iep.evaluation.html_report import PAGE, ReportOptions
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, PREDICTIONS
-from iep.models.build import load_network
+from iep.models.checkpoint import load_network
 from iep.programs import QUESTION_TYPES
 from iep.vocab import tokenize
 
@@ -112,7 +112,7 @@ def test_a_generator_alone_is_scored_by_exact_match(data: Path, run: dict[str, P
 
 
 def test_an_engine_runs_true_programs_or_those_of_its_generator(data, run, whole, tmp_path: Path):
-    engine, maps = load_network(run["ee"], "engine", VOCAB, CPU), torch.from_numpy(features(1))
+    engine, maps = load_network(run["ee"], "engine", VOCAB, CPU).module, torch.from_numpy(features(1))
     for programs, key in (("ground-truth", "program"), ("predicted", "predicted_program")):
         report, rows, _ = whole[programs]
         assert report["programs"] == programs
@@ -153,7 +153,7 @@ def test_only_what_reads_images_needs_the_features(run: dict[str, Path], other: 
     report, rows, _ = evaluate(tmp_path / "out", "--baseline", run["lstm"], "--data", other)
     assert report["accuracy"] == shares(rows, answers_right)
     assert report["programs"] == ""
-    lstm = load_network(run["lstm"], "lstm", VOCAB, CPU)
+    lstm = load_network(run["lstm"], "lstm", VOCAB, CPU).module
     answers = lstm(torch.from_numpy(arrays(VAL)["questions"]).long()).argmax(1)
     assert [row["predicted_answer"] for row in rows] == [VOCAB.answer[answer] for answer in answers]
 

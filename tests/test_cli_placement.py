@@ -127,15 +127,11 @@ def test_training_by_kernels_on_a_gpu_is_that_of_calls_and_is_resumed(data, exec
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "calls"), rel=0.05)
 
 
-def test_executions_of_earlier_versions_are_read_as_calls() -> None:
-    assert [read_config(None, [f"execution={former}"]).execution for former in ("auto", "grouped")] == ["calls"] * 2
-
-
 @pytest.mark.parametrize(
     ("execution", "given", "message"),
     [
         ("triton", PLACED, "execution is triton, but the engine is placed on several devices; expected calls"),
-        ("triton", ["--defer-weight-grads"], "execution is triton, but defer_weight_grads is for calls, and other"),
+        ("triton", ["defer_weight_grads=true"], "execution is triton, but defer_weight_grads is for calls, and other"),
         ("triton", ["engine.module_norm=batch"], "kernels run only modules whose parameters are all those of conv"),
         ("triton", ["--modules", "vector"], "Triton's kernels are for modules with weights of their own"),
         ("triton", ["--asynchronous", "--threads", 2, "instance_size=4"], "execution"),
@@ -151,7 +147,7 @@ def test_an_execution_that_is_not_possible_is_an_error(data, execution, given, m
 
 def test_kernels_need_a_gpu_and_bfloat16(monkeypatch) -> None:
     engine = small_engine()
-    with pytest.raises(InputError, match="kernels compute in bfloat16, and precision is float32; expected bfloat16"):
+    with pytest.raises(InputError, match="kernels compute in bfloat16, and precision is float32; expected calls"):
         set_execution(engine, "triton", torch.device("cuda"), "float32")
     set_execution(engine, "triton", torch.device("cuda"), "bfloat16")
     assert engine.execution == "triton"

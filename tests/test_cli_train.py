@@ -14,7 +14,7 @@ from tiny_data import assert_one_error, files_no_larger_than, newest, tiny, writ
 from train_cases import iep_train
 
 from iep.config import Config, read_config
-from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
+from iep.models.checkpoint import BEST, load_checkpoint
 from iep.runtime.records import METRICS, Records
 
 COMMANDS = ("ask", "bench", "evaluate", "preprocess", "synth", "train")
@@ -41,8 +41,6 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     out = tmp_path / "run"
     before, *lines, last = done.stdout.splitlines()
     assert re.fullmatch(rf"{out}: ee on cpu, \d+ threads?, [\d,]+ parameters", before)
-    memory = r"memory: 0\.[1-9] MB for parameters, gradients and optimiser state; minibatches and activations need more"
-    assert re.fullmatch(memory, lines.pop(0))
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
     accuracies = ["ee before the first iteration", "ee iteration 2", "ee iteration 4"]
     assert [line.partition(": validation accuracy ")[0] for line in lines[2:]] == accuracies
@@ -90,8 +88,8 @@ def test_help_shows_settings_of_a_model_and_an_unknown_key_suggests_the_one_with
 
 
 def test_every_option_reaches_its_setting(tmp_path: Path):
-    flags = "--model ee --data d --pg p --ee e --programs predicted --batching standard --precision bfloat16 --keep 5"
-    flags += " --device cpu --num-train-samples 7 --num-val-samples 8 --no-sharing --defer-weight-grads"
+    flags = "--model ee --data d --pg p --ee e --programs predicted --batching standard --precision bfloat16 keep=5"
+    flags += " --device cpu --num-train-samples 7 num_val_samples=8 --no-sharing defer_weight_grads=true"
     flags += " --freeze stem,modules"
     result = iep_train("--dry-run", "--out", tmp_path / "run", *flags.split(), "pg=null", "ee=null", "learning_rate=1")
     (tmp_path / "printed.yaml").write_text(result.output)
@@ -142,13 +140,9 @@ def test_a_run_is_resumed_in_another_directory_and_with_moved_data(tmp_path: Pat
     assert step(tmp_path / "run") == 3
 
 
-def test_a_run_is_not_resumed_as_another_model(runs: dict[str, Path], run: Path):
+def test_a_run_is_not_resumed_as_another_model(run: Path):
     result = iep_train("--resume", "--out", run, "--model", "ee")
     assert_one_error(result, f"{newest(run)}: holds a run of model lstm, cannot resume it as ee")
-    content = load_checkpoint(newest(runs["ee"]))
-    save_checkpoint(run / "step-9.pt", content | {"step": 9})
-    result = iep_train("--resume", "--out", run, "iterations=10")
-    assert_one_error(result, f"{run / 'step-9.pt'}: holds a run of model ee, cannot resume it as lstm")
 
 
 def test_a_run_without_a_checkpoint_is_begun_anew_with_its_settings(data: Path, tmp_path: Path):
@@ -203,12 +197,11 @@ def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path,
 # What all commands share
 
 
-def test_help_and_a_dry_run_need_no_torch():
-    calls = [*((command, ["--help"]) for command in COMMANDS), ("train", ["--dry-run", "--out", "x"])]
+def test_help_needs_no_torch():
     code = f"""if True:
         import importlib, sys
-        for command, arguments in {calls}:
-            importlib.import_module("iep.cli." + command).main(arguments, standalone_mode=False)
+        for command in {COMMANDS}:
+            importlib.import_module("iep.cli." + command).main(["--help"], standalone_mode=False)
         sys.exit("torch" in sys.modules)
     """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0

@@ -16,7 +16,7 @@ from iep.cli.settings import as_markdown, settings
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.program_plan import plan_programs
 from iep.execution_engine.roles import roles_of
-from iep.models.weights import DEFAULT_FILE
+from iep.models.checkpoint import DEFAULT_FILE
 from iep.vocab import Vocab
 
 ROOT = Path(__file__).parents[1]

@@ -38,7 +38,7 @@ PREFIXES = {
     ("cnn-lstm-sa", "cnn"): ("cnn_lstm_sa.image_proj.",),
     ("cnn-lstm-sa", "attention"): ("cnn_lstm_sa.stacked-attn-",),
 }
-CASES = [(model, part) for model in ("pg", "ee", "joint", "cnn-lstm-sa") for part in parts_of(model)]
+CASES = [(model, part) for model in ("pg", "ee", "joint", "cnn-lstm-sa") for part in parts_of(NETWORKS[model])]
 
 
 def belongs(key: str, model: str, part: str) -> bool:
@@ -75,7 +75,7 @@ def test_only_what_is_frozen_stays_weights_and_running_statistics(data, parts, t
     frozen = {key for key in after if belongs(key, model, part)}
     assert frozen
     assert not moved & frozen
-    others = set(parts_of(model)) - {part}
+    others = set(parts_of(NETWORKS[model])) - {part}
     assert all(any(belongs(key, model, other) for key in moved) for other in others)
     assert len(load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["params"]) < len(after)
 
@@ -145,4 +145,4 @@ def test_the_order_of_names_does_not_matter_to_a_run_that_goes_on(data, parts, t
 def test_help_names_the_parts_of_every_model():
     text = " ".join(iep_train("--help").output.split())
     for model in MODELS:
-        assert f"{model}: {', '.join(parts_of(model))}" in text
+        assert f"{model}: {', '.join(parts_of(NETWORKS[model]))}" in text

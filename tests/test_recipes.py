@@ -25,7 +25,6 @@ import iep
 from iep.config import Config, read_config
 from iep.evaluation.json_report import Report, read_report
 from iep.models.checkpoint import BEST, load_checkpoint
-from iep.preprocess.backbones import Scenes
 from iep.synth.presets import resolve
 from iep.synth.synthesize import synthesize
 from iep.synth.templates import CLOSURE_GROUPS
@@ -167,7 +166,7 @@ def test_a_backbone_is_made_from_nothing_and_exported(recipes: Recipes, tmp_path
     settings = ("iterations=2", "validate_every=1", "batch_size=2", *tiny("backbone")[-3:])
     made = "--train 4 --val 2 --max-objects 4 --width 96 --height 64"
     output, _ = recipes.run("train_backbone.sh", tmp_path, *settings, SYNTH=made)
-    assert Scenes(str(tmp_path / "synth.safetensors")).network.kwargs["widths"] == [4, 4, 8]
+    assert load_checkpoint(tmp_path / "synth.safetensors")["networks"]["backbone"]["kwargs"]["widths"] == [4, 4, 8]
     assert "precision" in output
 
 

@@ -7,8 +7,7 @@ import torch
 from tiny_data import newest, tiny
 from train_cases import iep_train, rows
 
-from iep.models.build import unpack
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import load_checkpoint, unpack
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def tbd(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):
     engine = unpack(load_checkpoint(newest(tbd)), "engine", tbd)
     assert engine.kwargs["modules"] == "tbd"
-    assert not hasattr(engine, "unique")
+    assert not hasattr(engine.module, "unique")
     steps = [row for row in rows(tbd) if "loss" in row]
     assert all(0 < row["attention_penalty"] < row["loss"] for row in steps)
     assert "modules: tbd" in (tbd / "config.yaml").read_text()

@@ -28,9 +28,8 @@ from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.runtime.files import row_checksums
 from iep.runtime.signals import Stopped, handled
-from iep.training.batch_norm import synchronize_norms
 from iep.training.loop import Trainer
-from iep.training.parallel import Replicas
+from iep.training.parallel import Replicas, synchronize_norms
 from iep.training.run_training import load_start, train
 from iep.training.tasks import EngineTask, Task
 
@@ -252,9 +251,8 @@ def _fail(config: Config, out: Path) -> str:
 @pytest.mark.parametrize(
     ("model", "settings", "problem"),
     [
-        ("lstm", ("batch_size=1",), "a minibatch has 1 questions for 2 processes, expected at least one each"),
-        ("ee", ("engine.module_norm=batch",), "train in one process, or with engine.module_norm=example"),
-        ("lstm", ("lstm.classifier_norm=true",), "lstm.classifier_norm normalises over questions"),
+        ("ee", ("engine.module_norm=batch",), "<END>.bn1 normalises over the examples of a call, and no process sees"),
+        ("lstm", ("lstm.classifier_norm=true",), "train in one process, without classifier_norm"),
     ],
 )
 def test_what_several_processes_cannot_train_is_refused_by_all(data: Path, tmp_path: Path, model, settings, problem):

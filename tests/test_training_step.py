@@ -137,7 +137,7 @@ def test_the_baseline_is_a_moving_average_of_the_mean_reward(batch: Batch):
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_gradients_are_clipped_to_the_norm_given(split: Split, batch: Batch, tmp_path: Path, clip: float | None):
     config = tiny_config(Path(), "joint", f"clip_gradients={'null' if clip is None else clip}")
-    trainer = Trainer(small_joint(), config, RunData(CPU, VOCAB, split), tmp_path)
+    trainer = Trainer(small_joint(), config, RunData(CPU, VOCAB, split), tmp_path, {})
     trainer.train_step(batch)
     norm = torch.stack([p.grad.norm() for p in trainer.parameters if p.grad is not None]).norm().item()
     assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3)

@@ -43,7 +43,7 @@ def test_the_picture_shows_the_maps_whose_maxima_are_the_vectors():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--placement", "balanced", "--devices", "cpu,cpu"], "the modules vector share their weights"),
+        (["--placement", "balanced", "--devices", "cpu,cpu"], "the modules share their weights"),
         (["--asynchronous", "--threads", "2", "instance_size=4"], "cannot be placed on several devices or workers"),
     ],
 )

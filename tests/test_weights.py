@@ -22,8 +22,7 @@ from iep.cli.preprocess import main as preprocess
 from iep.cli.synth import main as synth
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
-from iep.models.checkpoint import load_checkpoint
-from iep.models.weights import DEFAULT_FILE, save_weights
+from iep.models.checkpoint import DEFAULT_FILE, load_checkpoint, save_weights
 from iep.vocab import Vocab
 
 QUESTION = "How many small things are there?"
@@ -189,7 +188,6 @@ def test_networks_without_a_generator_or_an_engine_are_errors(runs):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.pop("vocab"), "vocab is missing"),
         (lambda content: content.update(format="other"), "holds the weights of something else"),
         (lambda content: content["networks"]["engine"].update(module_dim=5), "the weights do not fit the settings"),
     ],

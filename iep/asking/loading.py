@@ -26,18 +26,16 @@ from iep.errors import InputError
 from iep.evaluation.predict import Predictor, ranked
 from iep.evaluation.symbolic import scene_of
 from iep.execution_engine.roles import tree_run
-from iep.models.build import (
-    BASELINES,
-    FEATURE_SIDES,
-    check_features,
+from iep.models.build import BASELINES, FEATURE_SIDES, Network, check_features, place
+from iep.models.checkpoint import (
+    DEFAULT,
     check_vocab,
-    name_of,
-    pack,
-    place,
+    checkpoints,
+    load_checkpoint,
+    save_weights,
     unpack,
+    vocab_of,
 )
-from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
-from iep.models.weights import DEFAULT, save_weights
 from iep.preprocess.backbones import Backbone, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
@@ -54,6 +52,8 @@ class Model:
 
     path: Path
     """The checkpoint of the network that answers, for messages."""
+    networks: Mapping[str, Network]
+    """The networks by name; the one that answers is the last."""
     predictor: Predictor
     vocab: Vocab
     backbone: Backbone | None
@@ -63,16 +63,12 @@ class Model:
     device: torch.device
 
     def __repr__(self) -> str:
-        found = f"{str(self.path)!r}, networks={[*self._networks]}, backbone={self.backbone}"
+        found = f"{str(self.path)!r}, networks={[*self.networks]}, backbone={self.backbone}"
         return f"Model({found}, device={str(self.device)!r})"
 
     @property
-    def _networks(self) -> dict[str, Any]:
-        """The networks by name, the one that answers last."""
-        own = self.predictor
-        if own.baseline is not None:
-            return {name_of(own.baseline): own.baseline}
-        return {"engine": own.engine} if own.generator is None else {"generator": own.generator, "engine": own.engine}
+    def _answering(self) -> Network:
+        return [*self.networks.values()][-1]
 
     def see(self, image: ImageLike | None) -> SeenImage:
         """Compute the features of an image, which `ask` and `objects` take in place of the image.
@@ -90,8 +86,8 @@ class Model:
             raise InputError(f"{self.path}: needs an image, and there is none")
         pixels = open_image(_file_or_picture(image))
         features_1CHW, found = image_features(pixels, self.backbone, self.dtype, self.device)
-        network, name = [*self._networks.values()][-1], image if isinstance(image, str | PathLike) else "the image"
-        check_features(network, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
+        name = image if isinstance(image, str | PathLike) else "the image"
+        check_features(self._answering, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
         return SeenImage(pixels, features_1CHW.to(self.device), found)
 
     @overload
@@ -213,9 +209,8 @@ class Model:
         """
         if checkpoints(Path(directory)):
             raise InputError(f"{directory}: already holds a run; choose another directory")
-        networks = self._networks
-        recipe, packed = next(reversed(networks.values())).recipe, pack(networks)
-        content = {"networks": packed, "features": recipe, "vocab": self.vocab.to_json()}
+        packed = {name: network.packed() for name, network in self.networks.items()}
+        content = {"networks": packed, "features": self._answering.recipe, "vocab": self.vocab.to_json()}
         save_weights(Path(directory), content, half)
 
 
@@ -254,18 +249,18 @@ def load(
             networks, or `modules` differs from the checkpoint's.
     """
     path, of_pg, on = Path(name), None if pg is None else Path(pg), resolve_device(device)
-    held = load_checkpoint(path, PARTS_OF_A_MODEL)
-    vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
+    held = load_checkpoint(path)
+    vocab = vocab_of(held, path)
     own = next((each for each in ("engine", *BASELINES) if each in held["networks"]), "engine")
     if own != "engine" and (pg is not None or modules is not None):
         raise InputError(f"{path}: a baseline runs no program; {'modules' if pg is None else 'pg'} does not apply")
-    answering = place(unpack(held, own, path, modules), on).eval()
-    networks: dict[str, Any] = {"engine" if own == "engine" else "baseline": answering}
+    answering = unpack(held, own, path, modules)
+    networks = {own: answering}
     if own == "engine" and (of_pg is not None or "generator" in held["networks"]):
         source = of_pg or path
-        of_generator = held if source == path else load_checkpoint(source, PARTS_OF_A_MODEL)
-        networks["generator"] = place(unpack(of_generator, "generator", source), on).eval()
-        trained = Vocab.from_json(of_generator["vocab"], f"{source} (vocabulary)")
+        of_generator = held if source == path else load_checkpoint(source)
+        networks = {"generator": unpack(of_generator, "generator", source)} | networks
+        trained = vocab_of(of_generator, source)
         vocab = Vocab(trained.question, vocab.program, vocab.answer)
         check_vocab(trained, vocab, "generator", source, engine=path)
     dtype = "float32"
@@ -283,10 +278,14 @@ def load(
         backbone = ResNet(weights=weights or "default")  # that of Johnson et al. 2017, section 4.1
         assumed = f"they are assumed to be {_describe(backbone)} (--backbone and the options after it change this)"
         say(f"{path}: does not record how its features were made; {assumed}")
+    modules_of = {
+        name if name in ("generator", "engine") else "baseline": place(network.module, on).eval()
+        for name, network in networks.items()
+    }
     predictor = Predictor(
-        **networks, run_predicted=own == "engine", beam_size=beam_size, max_program_length=max_program_length
+        **modules_of, run_predicted=own == "engine", beam_size=beam_size, max_program_length=max_program_length
     )
-    return Model(path, predictor, vocab, backbone, dtype, on)
+    return Model(path, networks, predictor, vocab, backbone, dtype, on)
 
 
 def _file_or_picture(image: object) -> Path | str | Image.Image:

@@ -9,7 +9,6 @@ In each process, two threads for each other process send and receive, one runs t
 instances. A process that fails tells the others why. An operation of gloo that times out names a process that is lost.
 """
 
-import pickle
 import queue
 import re
 import time
@@ -56,56 +55,6 @@ class Message(NamedTuple):
     """Whether the sender has nothing more to say in this run."""
 
 
-class LocalConductor(Conductor):
-    """Knows which tasks of one worker are ready; those of the others are done when their messages say so."""
-
-    def __init__(self, conductor: Conductor, worker: int, num_workers: int):
-        super().__init__(conductor.max_active_keys, conductor.flush_every)
-        self.worker, self.num_workers = worker, num_workers
-        self.unfinished: dict[int, int] = {}
-        """The number of workers that have not done their part of each instance in flight."""
-
-    def admit(self, steps: Sequence[PlanStep]) -> list[WorkerTask]:
-        """Admit an instance, and return the tasks of this worker that are ready at once."""
-        number = self.num_admitted
-        ready = super().admit(steps)
-        self.in_flight[number].remaining = sum(step.worker == self.worker for step in steps)
-        self.unfinished[number] = self.num_workers
-        return self._own(ready)
-
-    def done(self, task: WorkerTask) -> list[WorkerTask]:
-        """Record that a task of any worker is done, and return those of this worker that it makes ready."""
-        ready = self._own(self.unblocked(task))
-        if task.is_backward and self.step(task).worker == self.worker:
-            self.in_flight[task.instance].remaining -= 1
-        return ready
-
-    def finished(self, number: int) -> None:
-        """Record that a worker has done its part of an instance, which leaves with the last worker."""
-        self.unfinished[number] -= 1
-        if not self.unfinished[number]:
-            del self.unfinished[number], self.in_flight[number]
-
-    def listeners(self, task: WorkerTask) -> Iterator[tuple[int, int | None]]:
-        """Yield each other worker that waits for a task of this one, with the copy whose tensors it gets, or None.
-
-        A plan has at most one copy of a call's results on each worker, and a copy reads one call.
-        """
-        instance = self.in_flight[task.instance]
-        step, last = instance.steps[task.call], len(instance.steps) - 1
-        if task.is_backward:
-            is_copy = step.op < 0 and task.call < last
-            found = {instance.steps[read].worker: task.call if is_copy else None for read in step.reads}
-        else:
-            found = {}
-            for call in instance.readers[task.call]:
-                found.setdefault(instance.steps[call].worker, call if call < last else None)
-        yield from ((worker, copy) for worker, copy in found.items() if worker != self.worker)
-
-    def _own(self, tasks: Sequence[WorkerTask]) -> list[WorkerTask]:
-        return [task for task in tasks if self.step(task).worker == self.worker]
-
-
 class Peers:
     """The processes of a job of `torch.distributed`, each of which is a worker. All of them must create it together.
 
@@ -150,10 +99,8 @@ class Peers:
 class _Process(Threads):
     """The worker of this process during one run, with two more threads for each other process."""
 
-    conductor: LocalConductor
-
     def __init__(self, peers: Peers, trainer: Any, conductor: Conductor, note: Note):
-        super().__init__(LocalConductor(conductor, peers.rank, peers.size), [peers.rank], trainer.compute, note)
+        super().__init__(conductor, [peers.rank], trainer.compute, note)
         self.peers, self.trainer = peers, trainer
         self.early: dict[int, list[tuple[Message, list]]] = defaultdict(list)
         """Messages about instances that this process has not admitted yet."""
@@ -197,7 +144,7 @@ class _Process(Threads):
         super().admit(steps)
         for message, tensors in self.early.pop(number, ()):
             self.take(message, tensors)
-        self.finish_part(number)
+        self.tell_if_finished(number)
 
     def done(self, task: WorkerTask, result: Sequence[Tensor | None]) -> None:
         """Send what a task has computed to the workers that wait for it; `result` are its gradients for them, if any.
@@ -209,13 +156,12 @@ class _Process(Threads):
             self.outbox[rank].put((Message(task, copy), result or values))
         super().done(task, result)
         if task.is_backward:
-            self.finish_part(task.instance)
+            self.tell_if_finished(task.instance)
 
-    def finish_part(self, number: int) -> None:
+    def tell_if_finished(self, number: int) -> None:
         """Tell the others if this process has done its part of an instance. The lock is held."""
-        if not self.conductor.in_flight[number].remaining:
+        if self.conductor.is_finished(number):
             self.tell_all(Message(finished=number))
-            self.conductor.finished(number)
 
     def tell_all(self, message: Message) -> None:
         """Send a message without tensors to all other processes."""
@@ -240,21 +186,18 @@ class _Process(Threads):
         message = Message()
         while not message.is_last:
             message, tensors = self.outbox[rank].get()
-            data = pickle.dumps((message, [_packed(each) for each in tensors]), protocol=5)
+            packed = [_packed(each) for each in tensors]
             with self.naming(rank):
-                dist.send(torch.tensor([len(data)]), rank, group=self.peers.group)
-                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self.peers.group)
+                dist.send_object_list([(message, packed)], rank, group=self.peers.group)
 
     def receive(self, rank: int) -> None:
         """Take the messages of a process, until the last one."""
         message = Message()
         while not message.is_last:
-            size = torch.empty(1, dtype=torch.int64)
+            received: list[Any] = [None]
             with self.naming(rank):
-                dist.recv(size, rank, group=self.peers.group)
-                data = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(data, rank, group=self.peers.group)
-            message, packed = pickle.loads(data.numpy())
+                dist.recv_object_list(received, rank, group=self.peers.group)
+            message, packed = received[0]
             if message.failure is not None:
                 raise PeerError(message.failure)
             with self.lock:

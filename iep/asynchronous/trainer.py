@@ -2,14 +2,9 @@
 
 Every op has an optimiser of its own. Its worker adds up the gradients of its calls, and updates the weights by itself
 once it has those of `min_update_frequency` calls. Between the forward and the backward pass of a call, the weights may
-therefore change, and it is explicit which ones the backward pass uses:
-
-* `current`, as in the paper: the weights at the time of the backward pass. If they have changed, the module runs again
-  on the stored arguments, so that a module with dropout draws another mask, and one with batch normalisation counts
-  the call's statistics twice.
-* `forward`, as PipeDream stashes them: those of the forward pass, which runs on a copy of the weights. All calls
-  between two updates share a copy. The gradients are those of the loss at the weights that computed it, but they are
-  still applied to newer weights.
+therefore change. As in the paper, the backward pass uses those of its own time: if they have changed, the module runs
+again on the stored arguments, so that a module with dropout draws another mask, and one with batch normalisation counts
+the call's statistics twice.
 
 Values lie in the instance's `Buffers`, as in `execute`, whose gradients this equals if one instance is in flight at a
 time. Not covered: calls of op groups, weights that two ops share, and replicas of an op on several workers (AMPNet,
@@ -18,7 +13,7 @@ section 5).
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -27,9 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from iep.asynchronous.conductor import BACKWARD_WEIGHTS, COPY, LOSS, Conductor, PlanStep, WorkerTask
+from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask
 from iep.asynchronous.drivers import Begin, Note, Record, run_threads
 from iep.asynchronous.processes import Peers
 from iep.batching.execute import Buffers, run_call
@@ -79,7 +73,7 @@ class Instance:
         for call, reads in zip(self.plan.calls, read_by[:-1], strict=True):
             if call.segments is not None:
                 raise ValueError(f"call of op group {call.op}: asynchronous training needs a call for each function")
-            steps.append(PlanStep(max(call.op, COPY), call.results[0].column % self.plan.num_devices, reads, call.size))
+            steps.append(PlanStep(max(call.op, COPY), call.results[0].column % self.plan.num_devices, reads))
         worker = self.plan.roots[0].column % self.plan.num_devices
         return [*steps, PlanStep(LOSS, worker, tuple(sorted(unread.union(read_by[-1]))))]
 
@@ -128,25 +122,16 @@ class TrainedOp:
 
     def __init__(self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
         self.module = module
-        self.weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        self.optimizer = make_optimizer([*self.weights.values()]) if self.weights else None
+        self.weights = [each for each in module.parameters() if each.requires_grad]
+        self.optimizer = make_optimizer(self.weights) if self.weights else None
         self.worker: int | None = None
         """The worker of its calls; None until the first instance with one."""
         self.version = self.pending = 0
         """The number of updates, and the number of calls whose gradients have been added up since the last one."""
-        self.staleness = Counter[int]()
-        """The number of backward passes in a run with weights that are so many updates newer."""
-        self._copy: dict[str, Tensor] | None = None
-
-    def copy(self) -> dict[str, Tensor]:
-        """Return a copy of the current weights by name, which all calls before the next update share."""
-        if self._copy is None:
-            self._copy = {name: each.detach().clone().requires_grad_() for name, each in self.weights.items()}
-        return self._copy
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one call to the weights' gradients."""
-        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+        for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
                 weight.grad = gradient.clone() if weight.grad is None else weight.grad.add_(gradient)
         self.pending += 1
@@ -156,21 +141,20 @@ class TrainedOp:
         assert self.optimizer is not None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.version, self.pending, self._copy = self.version + 1, 0, None
+        self.version, self.pending = self.version + 1, 0
 
     def state(self) -> dict[str, Any]:
         """Return all that changes in training, for other processes."""
         optimizer = self.optimizer.state_dict() if self.optimizer else None
-        gradients = [weight.grad for weight in self.weights.values()]
-        counts = {"version": self.version, "pending": self.pending, "staleness": self.staleness}
+        gradients = [weight.grad for weight in self.weights]
+        counts = {"version": self.version, "pending": self.pending}
         return counts | {"module": self.module.state_dict(), "optimizer": optimizer, "gradients": gradients}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the `state` of another process."""
-        self.version, self.pending, self.staleness = state["version"], state["pending"], state["staleness"]
-        self._copy = None
+        self.version, self.pending = state["version"], state["pending"]
         self.module.load_state_dict(state["module"])
-        for weight, gradient in zip(self.weights.values(), state["gradients"], strict=True):
+        for weight, gradient in zip(self.weights, state["gradients"], strict=True):
             weight.grad = gradient
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -182,8 +166,6 @@ class _Kept(NamedTuple):
     arguments: list[Tensor]
     results: tuple[Tensor, ...]
     version: int
-    weights: list[Tensor]
-    """The tensors that the forward pass used as the weights of the op."""
 
 
 @dataclass(eq=False)
@@ -201,6 +183,12 @@ class _Active:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while gradients are added, as a copy adds them to the buffers of another worker."""
 
+    def add_gradients(self, arguments: Sequence[Argument], gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of arguments to those of the values that they read."""
+        with self.lock:
+            for argument, gradient in zip(arguments, gradients, strict=True):
+                self.buffers.add_gradient(argument, gradient)
+
 
 class AsynchronousTrainer:
     """Trains modules asynchronously, each op on one of several workers.
@@ -214,12 +202,11 @@ class AsynchronousTrainer:
             updates to `flush_every` and `update`.
         flush_every: the number of instances after which no new one is admitted until nothing is in flight and every op
             is updated. One is synchronous training on the workers. None never to wait.
-        backward_weights: the weights that a backward pass uses, see above.
         peers: the processes that are the other workers; None if all workers are in this process.
         context: returns a context in which modules and losses run, on whatever thread, such as that of autocast.
 
     Raises:
-        ValueError: ops share a parameter, or `backward_weights` is unknown.
+        ValueError: ops share a parameter.
     """
 
     def __init__(
@@ -230,12 +217,9 @@ class AsynchronousTrainer:
         max_active_keys: int = 1,
         min_update_frequency: Mapping[int, int] | int | None = None,
         flush_every: int | None = None,
-        backward_weights: str = "current",
         peers: Peers | None = None,
         context: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        if backward_weights not in BACKWARD_WEIGHTS:
-            raise ValueError(f"backward_weights is {backward_weights!r}, expected 'current' or 'forward'")
         owner: dict[nn.Parameter, int] = {}
         for op, module in modules.items():
             for parameter in module.parameters():
@@ -245,10 +229,10 @@ class AsynchronousTrainer:
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
         self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
-        self.backward_weights, self.peers, self.context = backward_weights, peers, context
+        self.peers, self.context = peers, context
         self.in_flight: dict[int, _Active] = {}
         """The values and gradients of every instance in flight."""
-        self._losses: dict[int, float] = {}
+        self._losses, self._staleness = dict[int, float](), Counter[Staleness]()
 
     def run(
         self,
@@ -271,13 +255,12 @@ class AsynchronousTrainer:
         Raises:
             PeerError: another process has failed, has ended, or is silent; `peers` cannot be used any more.
             ValueError: a plan has no roots, op groups or another number of devices than there are workers, or places
-                an op on another worker than before; or a loss has several elements.
+                an op on another worker than before.
         """
-        self._losses, clock = {}, _Clock(self.num_workers, note)
-        conductor = Conductor(self.max_active_keys, self.flush_every)
+        self._losses, self._staleness, clock = {}, Counter(), _Clock(self.num_workers, note)
+        where = () if self.peers is None else (self.peers.rank, self.peers.size)
+        conductor = Conductor(self.max_active_keys, self.flush_every, *where)
         before = {op: state.version for op, state in self.ops.items() if state.weights}
-        for state in self.ops.values():
-            state.staleness.clear()
         try:
             if self.peers is None:
                 driver(conductor, self.num_workers, instances, self.begin, self.compute, clock.note)
@@ -290,11 +273,9 @@ class AsynchronousTrainer:
             self.update()
         losses = [self._losses[number] for number in sorted(self._losses)]
         updates = {op: self.ops[op].version - version for op, version in before.items()}
-        found = ((op, *found) for op, state in self.ops.items() for found in state.staleness.items())
-        staleness = Counter({Staleness(op, updates): number for op, updates, number in found})
         seconds = max(0.0, clock.last - clock.first)
         utilisation = [busy / seconds if seconds else 0.0 for busy in clock.busy]
-        return Run(losses, staleness, updates, seconds, utilisation)
+        return Run(losses, self._staleness, updates, seconds, utilisation)
 
     def update(self) -> None:
         """Update every op that has gradients. Nothing may be in flight."""
@@ -359,17 +340,10 @@ class AsynchronousTrainer:
             argument.requires_grad_(argument.is_floating_point() and any(active.learns[each] for each in sources))
         return arguments
 
-    def _compute(
-        self, active: _Active, call: Call, state: TrainedOp, arguments: Sequence[Tensor], weights: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
-        """Run the module of a call, on its own weights or on copies of them."""
-
-        def on_copies(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
-            return functional_call(state.module, weights, given)
-
-        module = on_copies if self.backward_weights == "forward" and weights else state.module
+    def _compute(self, active: _Active, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the module of a call on leaves, with its current weights."""
         with torch.enable_grad(), self.context():
-            return run_call(active.instance.plan, {call.op: module}, call, arguments)
+            return run_call(active.instance.plan, {call.op: self.ops[call.op].module}, call, arguments)
 
     def _forward(self, active: _Active, number: int) -> None:
         call = active.instance.plan.calls[number]
@@ -377,11 +351,10 @@ class AsynchronousTrainer:
             arguments = active.arrived.get(number) or [active.buffers.read(each) for each in call.arguments]
             active.buffers.write(call.results, run_call(active.instance.plan, {}, call, arguments))
             return
-        arguments, state = self._arguments(active, call.arguments, number), self.ops[call.op]
-        weights = state.copy() if self.backward_weights == "forward" else state.weights
-        results = self._compute(active, call, state, arguments, weights)
+        arguments = self._arguments(active, call.arguments, number)
+        results = self._compute(active, call, arguments)
         if active.learns[number]:
-            active.kept[number] = _Kept(arguments, results, state.version, [*weights.values()])
+            active.kept[number] = _Kept(arguments, results, self.ops[call.op].version)
         active.buffers.write(call.results, [each.detach() for each in results])
 
     def _loss(self, number: int, active: _Active) -> None:
@@ -389,14 +362,8 @@ class AsynchronousTrainer:
         roots = self._arguments(active, plan.roots, len(plan.calls))
         with torch.enable_grad(), self.context():
             loss = active.instance.loss(*roots)
-        if loss.numel() != 1:
-            raise ValueError(f"the loss of instance {number} has shape {tuple(loss.shape)}, expected one element")
         self._losses[number] = loss.item()
-        wanted = [root for root in roots if root.requires_grad] if loss.requires_grad else []
-        gradients = iter(torch.autograd.grad(loss, wanted, allow_unused=True)) if wanted else iter(())
-        with active.lock:
-            for argument, root in zip(plan.roots, roots, strict=True):
-                active.buffers.add_gradient(argument, next(gradients, None) if root.requires_grad else None)
+        active.add_gradients(plan.roots, differentiate([loss], [torch.ones_like(loss)], roots))
 
     def _backward(self, active: _Active, number: int) -> list[Tensor | None]:
         plan = active.instance.plan
@@ -412,32 +379,23 @@ class AsynchronousTrainer:
                 return of_arguments
         else:
             of_arguments = self._differentiate(active, number, gradients)
-        with active.lock:
-            for argument, gradient in zip(call.arguments, of_arguments, strict=True):
-                active.buffers.add_gradient(argument, gradient)
+        active.add_gradients(call.arguments, of_arguments)
         return []
 
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
         call, kept = active.instance.plan.calls[number], active.kept.pop(number)
-        state, results, weights = self.ops[call.op], kept.results, kept.weights
-        if self.backward_weights == "current" and state.weights and kept.version != state.version:
-            results = self._compute(active, call, state, kept.arguments, state.weights)
-        pairs = zip(results, gradients, strict=True)
-        known = [(result, grad.to(result.dtype)) for result, grad in pairs if grad is not None and result.requires_grad]
-        wanted = [each for each in kept.arguments if each.requires_grad]
-        found: Sequence[Tensor | None] = [None] * (len(wanted) + len(weights))
-        if known:
-            outputs, grads = zip(*known, strict=True)
-            found = torch.autograd.grad(outputs, [*wanted, *weights], grads, allow_unused=True)
+        state, results = self.ops[call.op], kept.results
+        if kept.version != state.version:
+            results = self._compute(active, call, kept.arguments)
+        found = differentiate(results, gradients, [*kept.arguments, *state.weights])
         if state.weights:
-            state.staleness[state.version - kept.version] += 1
-            state.add(found[len(wanted) :])
+            self._staleness[Staleness(call.op, state.version - kept.version)] += 1
+            state.add(found[len(kept.arguments) :])
             frequency = self.min_update_frequency[call.op]
             if frequency is not None and state.pending >= frequency:
                 state.update()
-        of_arguments = iter(found)
-        return [next(of_arguments) if each.requires_grad else None for each in kept.arguments]
+        return found[: len(kept.arguments)]
 
     def outgoing(self, number: int, copy: int) -> list[Tensor]:
         """Return the values that a copy in another process reads."""
@@ -450,23 +408,36 @@ class AsynchronousTrainer:
         if not is_backward:
             active.arrived[copy] = tensors
             return
-        with active.lock:
-            for argument, gradient in zip(active.instance.plan.calls[copy].arguments, tensors, strict=True):
-                active.buffers.add_gradient(argument, gradient)
+        active.add_gradients(active.instance.plan.calls[copy].arguments, tensors)
 
     def _own(self, rank: int, clock: _Clock, update: bool) -> tuple[Any, ...]:
         """Return what only this process knows at the end of a run: the state of its ops, and results."""
         if self.flush_every or update:
             self.update()
         states = {op: each.state() for op, each in self.ops.items() if each.worker == rank}
-        return states, self._losses, clock.busy[rank], clock.first, clock.last
+        return states, self._losses, self._staleness, clock.busy[rank], clock.first, clock.last
 
     def _merge(self, rank: int, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
         """Take what the other processes have returned from `_own`, by rank."""
-        for worker, (states, losses, busy, first, last) in enumerate(found):
+        for worker, (states, losses, staleness, busy, first, last) in enumerate(found):
             if worker != rank:
                 self._losses |= losses
+                self._staleness += staleness
                 clock.busy[worker], clock.first = busy, min(clock.first, first)
                 clock.last = max(clock.last, last)
                 for op, state in states.items():
                     self.ops[op].restore(state)
+
+
+def differentiate(
+    results: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of leaves, given those of the results; None where a leaf needs none or has none."""
+    pairs = zip(results, gradients, strict=True)
+    known = [(result, grad.to(result.dtype)) for result, grad in pairs if grad is not None and result.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found: Iterator[Tensor | None] = iter(())
+    if known and wanted:
+        outputs, grads = zip(*known, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+    return [next(found, None) if leaf.requires_grad else None for leaf in leaves]

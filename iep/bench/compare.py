@@ -9,11 +9,9 @@ import os
 import platform
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import torch
 
 import iep
 from iep.evaluation.json_report import align_rows
-from iep.runtime.devices import is_out_of_memory
 from iep.runtime.files import check_writable, write_bytes, write_json
 
 TOTAL = "total"
@@ -98,43 +95,31 @@ def seconds(run: Callable[[], object], *devices: torch.device) -> float:
 def compare(case: Case, repeat: int, max_seconds: float) -> list[Row]:
     """Measure the competitors of a case in turns, and return a row for each.
 
-    A competitor that runs out of memory in its first round is left out. One that has been measured for `max_seconds`
-    ends after `MIN_REPEATS` rounds in place of `repeat`.
+    A competitor that has been measured for `max_seconds` ends after `MIN_REPEATS` rounds in place of `repeat`.
     """
-    rounds: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-    left_out, spent, running = {}, defaultdict[str, float](float), list(case.competitors)
+    rounds: dict[str, list[Mapping[str, float]]] = {each.name: [] for each in case.competitors}
+    spent = dict.fromkeys(rounds, 0.0)
     gc.collect()
     gc.freeze()  # a collection in timed code would otherwise visit all objects of the imported libraries
-    for number in count(0 if case.warm_up else 1):
-        for each in running.copy():
-            start = time.perf_counter()
-            try:
-                times = each.measure()
-            except (RuntimeError, MemoryError) as error:
-                if number or not is_out_of_memory(error):
-                    raise
-                left_out[each.name] = f"not enough memory: {(str(error).splitlines() or [''])[0]}"
-                running.remove(each)
+    for number in range(0 if case.warm_up else 1, repeat + 1):
+        for name, measure in [(each.name, each.measure) for each in case.competitors]:
+            if len(rounds[name]) >= MIN_REPEATS and spent[name] >= max_seconds:
                 continue
+            start = time.perf_counter()
+            times = measure()
             if number:
-                rounds[each.name].append(times)
-                spent[each.name] += time.perf_counter() - start
-                if number >= min(repeat, MIN_REPEATS if spent[each.name] >= max_seconds else repeat):
-                    running.remove(each)
-        if not running:
-            break
+                rounds[name].append(times)
+                spent[name] += time.perf_counter() - start
     gc.unfreeze()
-    rows = []
+    rows: list[Row] = []
     for each in case.competitors:
-        row: Row = {"name": each.name, "facts": {}, "left_out": left_out.get(each.name), "seconds": {}, "speedup": None}
-        if each.name not in left_out:
-            parts = {part: spread([times[part] for times in rounds[each.name]]) for part in rounds[each.name][0]}
-            total = spread([sum(times.values()) for times in rounds[each.name]])
-            row |= {"facts": each.facts(), "seconds": {**parts, TOTAL: total}}
-        rows.append(row)
-    medians = {row["name"]: row["seconds"][TOTAL]["median"] for row in rows if row["seconds"]}
-    for row in rows:
-        if {case.baseline, row["name"]} <= medians.keys():
+        found = rounds[each.name]
+        parts = {part: spread([times[part] for times in found]) for part in found[0]}
+        total = spread([sum(times.values()) for times in found])
+        rows.append({"name": each.name, "facts": each.facts(), "seconds": {**parts, TOTAL: total}, "speedup": None})
+    medians = {row["name"]: row["seconds"][TOTAL]["median"] for row in rows}
+    if case.baseline in medians:
+        for row in rows:
             row["speedup"] = medians[case.baseline] / medians[row["name"]]
     return rows
 
@@ -161,17 +146,15 @@ def run_benchmark(
     if out is not None:
         check_writable(files)
     head = {"command": command, "machine": machine_line(benchmark.device), "description": benchmark.description}
-    effort = {"repeat": repeat, "max_seconds": max_seconds}
     texts, comparisons = ["\n".join([f"$ {command}", head["machine"], benchmark.description])], []
     print(texts[0], flush=True)
     for case in benchmark.cases:
         rows = compare(case, repeat, max_seconds)
         texts.append(table(case, rows, benchmark.unit))
         print(f"\n{texts[-1]}", flush=True)
-        about = {**case.setting, **case.facts, "size": case.size, "baseline": case.baseline}
-        comparisons.append({**about, "rows": rows})
+        comparisons.append({**case.setting, **case.facts, "size": case.size, "baseline": case.baseline, "rows": rows})
         if out is not None:
-            write_json(data, {**head, "effort": effort, "comparisons": comparisons}, indent=2)
+            write_json(data, {**head, "comparisons": comparisons}, indent=2)
             write_bytes(text, ("\n\n".join(texts) + "\n").encode())
     if out is not None:
         print(f"\nWrote {', '.join(map(str, files))}")
@@ -190,26 +173,25 @@ def machine_line(device: torch.device) -> str:
 
 
 def table(case: Case, rows: Sequence[Row], unit: str) -> str:
-    """Return a title, a table with a line for each row, and a line for each competitor that was left out."""
-    rounds = max((row["seconds"][TOTAL]["repeats"] for row in rows if row["seconds"]), default=0)
-    title = f"{_described({**case.setting, **case.facts})}; milliseconds for {case.size} {unit}{'s' * (case.size > 1)}"
-    lines = [_cells(row, case.size, unit) for row in rows]
-    headings = list(dict.fromkeys(heading for line in lines for heading in line))
+    """Return a title and a table with a line for each row."""
+    setting = {**case.setting, **case.facts}.items()
+    shown = ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in setting)
+    rounds = max(row["seconds"][TOTAL]["repeats"] for row in rows)
+    title = f"{shown}; milliseconds for {case.size} {unit}{'s' * (case.size > 1)}, median of up to {rounds} rounds"
+    lines = []
+    for row in rows:
+        facts = {name: short(fact) for name, fact in row["facts"].items() if not isinstance(fact, dict | list)}
+        parts = {part: short(1000 * taken["median"]) for part, taken in row["seconds"].items() if part != TOTAL}
+        total = row["seconds"][TOTAL]
+        of_total = {
+            f"{unit}s/s": short(case.size / total["median"]),
+            "quartiles": f"{short(case.size / total['upper'])}-{short(case.size / total['lower'])}",
+            "speed-up": short(row["speedup"] and f"{row['speedup']:.2f}x"),
+        }
+        lines.append({"strategy": row["name"], **facts, **parts, **of_total})
+    headings = dict.fromkeys(heading for line in lines for heading in line)
     columns = ([heading, *(line.get(heading, "-") for line in lines)] for heading in headings)
-    aligned = align_rows([*zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)])
-    notes = [f"{row['name']} left out: {row['left_out']}" for row in rows if row["left_out"]]
-    return "\n".join([f"{title}, median of up to {rounds} rounds", aligned, *notes])
-
-
-def _cells(row: Row, size: int, unit: str) -> dict[str, str]:
-    facts = {name: short(fact) for name, fact in row["facts"].items() if not isinstance(fact, dict | list)}
-    parts = {part: short(1000 * taken["median"]) for part, taken in row["seconds"].items() if part != TOTAL}
-    cells = {"strategy": row["name"], **facts, **parts}
-    if total := row["seconds"].get(TOTAL):
-        cells[f"{unit}s/s"] = short(size / total["median"])
-        cells["quartiles"] = f"{short(size / total['upper'])}-{short(size / total['lower'])}"
-        cells["speed-up"] = short(row["speedup"] and f"{row['speedup']:.2f}x")
-    return cells
+    return f"{title}\n" + align_rows([*zip(*(each for each in columns if set(each[1:]) != {"-"}), strict=True)])
 
 
 def short(value: float | str | None) -> str:
@@ -220,7 +202,3 @@ def short(value: float | str | None) -> str:
         if abs(value) >= max(factor, 1e5):
             return f"{value / factor:.4g}{letter}"
     return f"{value:.5g}" if abs(value) >= 1e4 else f"{value:.4g}"
-
-
-def _described(setting: Mapping[str, Fact]) -> str:
-    return ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in setting.items())

@@ -3,8 +3,7 @@
 Programs have CLEVR's shapes; features, answers and weights are random, which does not change the speed.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 from iep.batching.schedulers import lower_bound
 from iep.bench.compare import MIN_SAMPLES, Benchmark, Case, Competitor, Fact, seconds
@@ -25,8 +23,6 @@ from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.build import build, fit_template, network_kwargs, place, place_engine, set_execution
 from iep.runtime.devices import autocast
-
-PLANNING, STEP = "planning", "step"
 
 
 class Step:
@@ -41,10 +37,6 @@ class Step:
         if not strategy.sharing and len(self.features) < len(self.programs_BL):
             self.features = self.features[torch.from_numpy(minibatch.image_rows_B).to(device)]
         self.plan = self.make_plan()
-
-    def parts(self) -> dict[str, Callable[[], object]]:
-        """Return a function that runs each part, whose inputs are ready, so that only the part itself is timed."""
-        return {PLANNING: self.make_plan, STEP: self.step}
 
     def make_plan(self) -> ProgramPlan:
         """Return the plan of the programs: graph, schedule and indices on the device."""
@@ -63,39 +55,27 @@ class Step:
         if loss is not None:
             loss.backward()
 
-    def count_kernels(self) -> int | None:
-        """Return the number of kernels that a step runs on a GPU, from the features on; None on a CPU."""
-        if self.devices[0].type != "cuda":
-            return None
-        self.engine.zero_grad(set_to_none=True)
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
-            self.step()
-            torch.cuda.synchronize(self.devices[0])
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
-
 
 def competitor(steps: Sequence[Step]) -> Competitor:
     """Return the competitor of a strategy; a round runs the step of each minibatch."""
 
     def measure() -> dict[str, float]:
-        times: dict[str, list[float]] = defaultdict(list)
-        for step in steps:
-            for part, run in step.parts().items():
-                step.engine.zero_grad(set_to_none=True)
-                times[part].append(seconds(run, *step.devices))
-        return {part: mean(values) for part, values in times.items()}
+        planning = [seconds(each.make_plan, *each.devices) for each in steps]
+        times = []
+        for each in steps:
+            each.engine.zero_grad(set_to_none=True)
+            times.append(seconds(each.step, *each.devices))
+        return {"planning": mean(planning), "step": mean(times)}
 
     def facts() -> dict[str, Fact]:
         graphs = [step.plan.graph for step in steps]
-        kernels = [each for each in (step.count_kernels() for step in steps) if each is not None]
         return {
             "nodes": mean(graph.num_nodes for graph in graphs),
             "calls": mean(step.plan.num_calls for step in steps),
             "bound": None if steps[0].plan.plan.op_groups else mean(map(lower_bound, graphs)),
-            "kernels": mean(kernels) if kernels else None,
         }
 
-    return Competitor(steps[0].strategy.name, measure, facts=facts)
+    return Competitor(steps[0].strategy.name, measure, facts)
 
 
 def engine_benchmark(
@@ -123,14 +103,12 @@ def engine_benchmark(
     first = main_device(placement, devices, device)
     largest = max(batch_sizes)
     workload = generated(max(largest, MIN_SAMPLES), questions_per_image, feature_shape, largest, seed)
-    engine: Any = place(
-        build("engine", network_kwargs("engine", config, workload.vocab, workload.feature_shape)), first, memory_format
-    )
-    description = workload.description
+    sample = Sample(workload.programs_QL, workload.image_idxs_Q, "the generated questions")
+    kwargs = network_kwargs("engine", config, workload.vocab, feature_shape)
+    engine: Any = place(build("engine", kwargs), first, memory_format)
+    description = f"programs of iep-synth's questions, {questions_per_image} an image, seed {seed}"
     if placement != NONE:
-        sample = Sample(workload.programs_QL, workload.image_idxs_Q, workload.description)
         description += "\n" + place_engine(engine, placement, devices, sample, memory_format)
-
     for strategy in strategies:
         set_execution(engine, strategy.execution, first, strategy.precision, strategy.defer, training="train" in phases)
 
@@ -138,7 +116,7 @@ def engine_benchmark(
         """Return the comparison of all strategies on minibatches of `size` questions."""
         training = phase == "train"
         engine.train(training)
-        count = max(1, min(MIN_SAMPLES, len(workload.programs_QL)) // size)
+        count = max(1, MIN_SAMPLES // size)
         minibatches = [workload.minibatch(number * size, size, first) for number in range(count)]
         # Without weight gradients there is nothing to defer, and CUDA graphs are for training.
         chosen = dict.fromkeys(
@@ -148,7 +126,7 @@ def engine_benchmark(
         )
         sharing = {strategy.sharing for strategy in chosen if strategy.execution == "cuda_graph"}
         if sharing:  # without sharing, minibatches have more nodes
-            fit_template(engine, Sample(workload.programs_QL, workload.image_idxs_Q, ""), size, min(sharing))
+            fit_template(engine, sample, size, min(sharing))
         competitors = [competitor([Step(engine, strategy, each, first) for each in minibatches]) for strategy in chosen]
         facts = {"images": mean(len(each.features_NCHW) for each in minibatches), "minibatches": count}
         return Case({"phase": phase, "questions": size}, size, competitors, "vanilla", facts)

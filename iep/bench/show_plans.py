@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from iep.batching.plan import Plan
 from iep.batching.schedulers import lower_bound
 from iep.bench.strategy import Strategy
 from iep.bench.workload import encode
@@ -23,10 +22,9 @@ from iep.errors import InputError, nearest
 from iep.evaluation.json_report import align_rows
 from iep.execution_engine.parts import NONE, Sample, check_options, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.execution_engine.roles import MAP
 from iep.models.build import build, network_kwargs
 from iep.programs import SCENE
-from iep.runtime.files import check_writable, write_bytes, write_json
+from iep.runtime.files import check_writable, write_bytes
 from iep.vocab import Vocab
 
 LEAF, BOX, ROW = 130, 120, 29
@@ -35,7 +33,6 @@ GOLDEN = 0.618
 """The step from the hue of one function to that of the next: the golden ratio, whose multiples are far apart."""
 FEATURE_SHAPE = (1024, 14, 14)
 """The shape for which an engine is placed; its defaults are meant for it."""
-FLOAT32_BYTES = 4
 
 
 class Token(NamedTuple):
@@ -57,27 +54,29 @@ def walk(plan: ProgramPlan) -> Iterator[list[Token]]:
         waiting: list[tuple[int, int | None]] = [(root, None)]
         while waiting:
             slot, parent = waiting.pop()
-            node = slot - graph.num_inputs if slot >= graph.num_inputs else None
-            token = SCENE if node is None else plan.program_tokens[graph.op[node]]
-            if node is not None:
-                role = plan.roles[graph.op[node]]
-                arguments = graph.args[node][role.reads_stem :][: len(role.arguments)].tolist()
-                waiting += [(each, len(tokens)) for each in arguments[::-1]]
-            tokens.append(Token(token, parent, node))
+            if slot < graph.num_inputs:
+                tokens.append(Token(SCENE, parent, None))
+                continue
+            node = slot - graph.num_inputs
+            role = plan.roles[graph.op[node]]
+            arguments = graph.args[node][role.reads_stem :][: len(role.arguments)].tolist()
+            waiting += [(each, len(tokens)) for each in arguments[::-1]]
+            tokens.append(Token(plan.program_tokens[graph.op[node]], parent, node))
         yield tokens
 
 
-def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Token]]) -> list[dict[str, list[str]]]:
-    """Return the names of the functions and of the nodes of every call."""
+def describe_calls(plan: ProgramPlan) -> str:
+    """Return a table with the functions and the nodes of every call."""
     names: dict[int | None, str] = {}
-    for example, tokens in enumerate(examples):
+    for example, tokens in enumerate(walk(plan)):
         for position, token in enumerate(tokens):
             names.setdefault(token.node, f"{example}.{position}")
-    calls = [(plan.graph.op[group.nodes].tolist(), group.nodes.tolist()) for group in plan.schedule]
-    return [
-        {"functions": [plan.program_tokens[op] for op in dict.fromkeys(ops)], "nodes": [names[node] for node in nodes]}
-        for ops, nodes in calls
-    ]
+    rows = [["call", "functions", "rows", "nodes"]]
+    for number, group in enumerate(plan.schedule):
+        functions = [plan.program_tokens[op] for op in dict.fromkeys(plan.graph.op[group.nodes].tolist())]
+        nodes = [names[node] for node in group.nodes.tolist()]
+        rows.append([str(number), " ".join(functions), str(len(nodes)), " ".join(nodes)])
+    return align_rows(rows, left=range(1, 4))
 
 
 def draw_plan(title: str, plan: ProgramPlan, labels: Sequence[str]) -> str:
@@ -126,27 +125,6 @@ def draw_plan(title: str, plan: ProgramPlan, labels: Sequence[str]) -> str:
     return "\n".join([f"<svg {look}>", background, heading, lines, *boxes, "</svg>\n"])
 
 
-def rows_copied(plan: Plan, column: int) -> int:
-    """Return the number of values of a column that the forward pass copies, or of gradients that the backward does."""
-    results = (result for call in plan.calls if call.op < 0 for result in call.results)
-    return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
-
-
-def describe_copies(plan: ProgramPlan, sizes: Sequence[int]) -> str:
-    """Return a description of the copies between the devices of a placed plan in float32.
-
-    Args:
-        sizes: the numbers of elements of a map and, if there are any, of an attention.
-    """
-    kinds, total = [], 0
-    for column, (name, size) in enumerate(zip(("maps", "attentions"), sizes, strict=False)):
-        if (copied := rows_copied(plan.plan, column)) or column == MAP:
-            kinds.append(f"{copied} {name} of {size * FLOAT32_BYTES:,} bytes")
-        total += copied * size * FLOAT32_BYTES
-    copies = f"{' and '.join(kinds)} between devices ({total / 1e6:.4g} MB)"
-    return f"  the forward pass copies {copies}, and the backward pass as many gradients"
-
-
 def show_plans(
     strategies: Sequence[Strategy],
     programs: Sequence[str],
@@ -169,55 +147,46 @@ def show_plans(
             does not fit, or the modules cannot run these functions or this setting of scene.
     """
     check_options(placement, devices)
-    text_file, calls_file, picture = files = [(out or Path()) / f"plan{ending}" for ending in (".txt", ".json", ".svg")]
+    text_file, picture = files = [(out or Path()) / f"plan{ending}" for ending in (".txt", ".svg")]
     if out is not None:
         check_writable(files)
     vocab = Vocab.clevr() if data is None else load_vocab(data)
-    if programs:
+    if data is None:
         programs_BL = encode([_tokens(number, text, vocab.program) for number, text in enumerate(programs)], vocab)
         image_idxs_B = np.arange(len(programs)) // questions_per_image
     else:
-        assert data is not None, "there are programs or a data set"
         questions = open_split(data, split, vocab, False, num_samples).questions
         if questions.programs is None:
             raise InputError(f"{questions.path}: has no programs; choose another --split")
         programs_BL, image_idxs_B = questions.programs, questions.image_idxs
     with torch.device("meta"):
-        engine: Any = build(
-            "engine", network_kwargs("engine", EngineConfig(modules=modules, scene=scene), vocab, FEATURE_SHAPE)
-        )
+        config = EngineConfig(modules=modules, scene=scene)
+        engine: Any = build("engine", network_kwargs("engine", config, vocab, FEATURE_SHAPE))
     if placement != NONE:
         sample = Sample(programs_BL, image_idxs_B, "these programs")
         engine.placement, placed = make_placement(placement, devices, engine, sample)
-    image_rows_B, texts, calls, drawn = np.unique(image_idxs_B, return_inverse=True)[1], list[str](), {}, ""
+    image_rows_B, plans = np.unique(image_idxs_B, return_inverse=True)[1], {}
     for strategy in strategies:
         planner = engine.planner(strategy.batching, strategy.sharing, execution=strategy.execution)
         plan = planner(programs_BL, image_rows_B=image_rows_B)
-        examples = list(walk(plan))
-        if not texts:
-            words = (" ".join(token.name for token in tokens) for tokens in examples)
-            texts.append("\n".join(f"example {example}: {program}" for example, program in enumerate(words)))
-        calls[strategy.name] = found = calls_of(plan, examples)
-        title = f"{strategy.name}: {len(found)} calls for {plan.graph.num_nodes} nodes"
-        rows = [
-            [str(number), " ".join(call["functions"]), str(len(call["nodes"])), " ".join(call["nodes"])]
-            for number, call in enumerate(found)
-        ]
-        table = align_rows([["call", "functions", "rows", "nodes"], *rows], left=range(1, 4))
+        plans[f"{strategy.name}: {len(plan.schedule)} calls for {plan.graph.num_nodes} nodes"] = plan
+    title, first = next(iter(plans.items()))
+    labels = [f"example {number}" for number in range(len(programs_BL))]
+    words = [" ".join(token.name for token in tokens) for tokens in walk(first)]
+    texts = ["\n".join(map("{}: {}".format, labels, words))]
+    for heading, plan in plans.items():
         bound = f"no schedule by function has fewer than {lower_bound(plan.graph)} calls"
         ops = ", ".join(f"{op} is {plan.program_tokens[op]}" for op in np.unique(plan.graph.op))
-        texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]
+        texts += [f"{heading}; {bound}\n{describe_calls(plan)}", f"{plan.plan}\nops: {ops}"]
         if placement != NONE:
-            map_1CHW = torch.empty(1, engine.kwargs["module_dim"], *engine.grid, device="meta")
-            sizes = [value.numel() for value in engine.module_set.scene_values(map_1CHW).values()]
-            texts.append(f"{placed}\n{describe_copies(plan, sizes)}")
-        drawn = drawn or draw_plan(title, plan, [f"example {example}" for example in range(len(programs_BL))])
+            copied = sum(call.size for call in plan.plan.calls if call.op < 0)
+            copies = f"the forward pass copies {copied} values between devices, the backward pass as many gradients"
+            texts.append(f"{placed}\n  {copies}")
     text = "\n\n".join(texts)
     print(text)
     if out is not None:
-        write_json(calls_file, calls, indent=2)
         write_bytes(text_file, f"{text}\n".encode())
-        write_bytes(picture, drawn.encode())
+        write_bytes(picture, draw_plan(title, first, labels).encode())
         print(f"\nWrote {', '.join(map(str, files))}")
 
 

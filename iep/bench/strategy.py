@@ -1,5 +1,6 @@
 """Strategies, such as `lookahead+sharing+bfloat16`, which name the rows of a benchmark."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,12 @@ ALL = "all"
 BEST = Config.batching
 SHARING, DEFER = OPTIONS = ("sharing", "defer")
 GROUPED = tuple(each for each in EXECUTIONS if each != DEFAULT_EXECUTION)
+ADDITIONS: dict[str, tuple[str, Any]] = {
+    **{each: (each, True) for each in OPTIONS},
+    **{each: ("execution", each) for each in GROUPED},
+    **{each: ("precision", each) for each in PRECISIONS},
+}
+"""The field of a strategy that each addition to a scheduler sets, and its value."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,11 @@ class Strategy:
     @property
     def name(self) -> str:
         """The name of the strategy, which `parse_strategies` reads."""
-        options = [option for option in OPTIONS if getattr(self, option)]
-        others = {self.execution, self.precision} - {DEFAULT_EXECUTION, PRECISIONS[0]}
-        return "+".join([self.batching, *options, *sorted(others, reverse=True)])
+        added = [each for each, (field, value) in ADDITIONS.items() if getattr(self, field) == value]
+        return "+".join([self.batching, *(each for each in added if each != PRECISIONS[0])])
 
 
-def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *GROUPED, *PRECISIONS)) -> list[Strategy]:
+def parse_strategies(text: str, options: Sequence[str] = tuple(ADDITIONS)) -> list[Strategy]:
     """Return the strategies of a comma-separated list, without duplicates.
 
     An item is a scheduler and, after `+`, some of `options`. `all` stands for every scheduler, for the default one with
@@ -51,27 +57,15 @@ def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *GROUPED, 
     strategies = []
     for item in (item.strip() for item in text.split(",")):
         name, *added = item.split("+")
-        _check(name, (*BATCHING, ALL), "scheduler")
-        for each in added:
-            _check(each, options, f"addition to {name}")
-        chosen: dict[str, Any] = {option: option in added for option in OPTIONS}
-        for kind, known, default in (
-            ("precision", PRECISIONS, PRECISIONS[0]),
-            ("execution", GROUPED, DEFAULT_EXECUTION),
-        ):
-            chosen[kind], *others = [each for each in added if each in known] or [default]
-            if others:
-                raise InputError(f"{item!r} has several {kind}s, expected one")
-        names = BATCHING if name == ALL else (name,)
-        if chosen["execution"] == "cuda_graph" and names != (BEST,):
+        for each, known in [(name, (*BATCHING, ALL)), *((each, options) for each in added)]:
+            if each not in known:
+                choices = ", ".join(known)
+                raise InputError(f"{item!r}: unknown {each!r}, expected one of {choices}{nearest(each, known)}")
+        chosen = dict(ADDITIONS[each] for each in added)
+        if "cuda_graph" in added and name != BEST:
             raise InputError(f"{item!r}: cuda_graph has calls of its own, expected it with {BEST}")
-        strategies += [Strategy(batching, **chosen) for batching in names]
+        strategies += [Strategy(each, **chosen) for each in (BATCHING if name == ALL else (name,))]
         if item == ALL:
             defers = (False, True) if DEFER in options else (False,)
             strategies += [Strategy(BEST, sharing=True, defer=defer) for defer in defers]
     return list(dict.fromkeys(strategies))
-
-
-def _check(name: str, known: tuple[str, ...], what: str) -> None:
-    if name not in known:
-        raise InputError(f"{name!r} is not a known {what}, expected one of {', '.join(known)}{nearest(name, known)}")

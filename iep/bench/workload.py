@@ -34,18 +34,11 @@ class Minibatch(NamedTuple):
 class Workload:
     """The programs of questions, and the images that they are about."""
 
-    description: str
     vocab: Vocab
     programs_QL: np.ndarray
     image_idxs_Q: np.ndarray
     features_NCHW: torch.Tensor
     """Features of as many images as the largest minibatch has; every minibatch begins with the first."""
-
-    @property
-    def feature_shape(self) -> tuple[int, int, int]:
-        """The shape of an image's features, (C, H, W)."""
-        _, channels, height, width = self.features_NCHW.shape
-        return channels, height, width
 
     def minibatch(self, start: int, size: int, device: torch.device) -> Minibatch:
         """Return the questions from `start` to `start + size - 1` as a data loader would batch them."""
@@ -70,17 +63,17 @@ def generated(
     balance: Counter = Counter()
     images = range(-(-count // questions_per_image))
     asked = [question for image in images for question in make_image(options, "val", image, balance)[2]][:count]
-    vocab = Vocab.clevr()
-    start, end = vocab.program[START], vocab.program[END]
-    programs = [[start, *json_to_prefix(list(question.program)), end] for question in asked]
+    vocab, image_idxs_Q = Vocab.clevr(), np.arange(count) // questions_per_image
     most_images = min(len(images), 1 + -(-largest // questions_per_image))
     features_NCHW = torch.rand(most_images, *feature_shape, generator=torch.Generator().manual_seed(seed))
-    description = f"programs of iep-synth's questions, {questions_per_image} an image, seed {seed}"
-    image_idxs_Q = np.arange(count) // questions_per_image
-    return Workload(description, vocab, encode(programs, vocab), image_idxs_Q, features_NCHW)
+    programs = [json_to_prefix(list(question.program)) for question in asked]
+    return Workload(vocab, encode(programs, vocab), image_idxs_Q, features_NCHW)
 
 
 def encode(programs: Sequence[Sequence[str]], vocab: Vocab) -> np.ndarray:
-    """Return the (Q, L) indices of programs' tokens, padded with `<NULL>`; the vocabulary must have all tokens."""
-    rows = [torch.tensor([vocab.program_index[token] for token in program]) for program in programs]
+    """Return the (Q, L) indices of programs' tokens between `<START>` and `<END>`, padded with `<NULL>`.
+
+    The vocabulary must have all tokens.
+    """
+    rows = [torch.tensor([START, *(vocab.program_index[token] for token in each), END]) for each in programs]
     return pad_sequence(rows, batch_first=True, padding_value=NULL).numpy()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from iep.bench.strategy import ALL, BEST, GROUPED, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
 from iep.cli.command import Command, CommandGroup
@@ -60,12 +59,6 @@ out = option("--out", type=DirectoryPath(), help="Directory for the text and all
 seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of all random numbers.")
 threads = option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]")
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
-modules = option(
-    "--modules",
-    metavar="|".join(MODULES),
-    default=EngineConfig.modules,
-    help="Set of modules, as iep-train's; engine: replaces that of --config.",
-)
 data = all_of(
     option("--data", type=PATH, help="Directory written by iep-preprocess."),
     option("--split", default="val", help="Split of --data."),
@@ -96,26 +89,6 @@ def run(ctx: click.Context, make: Callable, **given: Any) -> None:
     run_benchmark(make(**given), repeat, max_seconds, ctx.meta["command"], ctx.info_name, directory)
 
 
-def is_given(ctx: click.Context, name: str) -> bool:
-    """Return whether the user gave this parameter of the command."""
-    return ctx.get_parameter_source(name) != ParameterSource.DEFAULT
-
-
-def exclude(ctx: click.Context, *names: str, beside: str = "data") -> None:
-    """Check that no option of `names` is given together with `beside`, nor a split without data.
-
-    Raises:
-        click.UsageError: names the first such option.
-    """
-    flags = {each.name: each.opts[0] for each in ctx.command.params}
-    given = {name for name in flags if is_given(ctx, name)}
-    for name in names:
-        if {name, beside} <= given:
-            raise click.UsageError(f"{flags[name]} cannot go together with {flags[beside]}")
-    if "split" in given and "data" not in given:
-        raise click.UsageError("--split needs --data")
-
-
 @click.group("iep-bench", cls=CommandGroup)
 def main() -> None:
     """Measure the execution engine, and show schedules.
@@ -131,7 +104,6 @@ def main() -> None:
 @option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Generated questions per image.")
 @option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Shape of generated features.")
 @option("--config", "config_file", type=PATH, help="YAML file of settings, or the name of a config, such as mini/ee.")
-@modules
 @device_options
 @option("--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Format of convolutions.")
 @phases
@@ -140,7 +112,7 @@ def main() -> None:
 @measured(10, 30.0)
 @click.argument("settings", nargs=-1, metavar="[engine.KEY=VALUE]...")
 @click.pass_context
-def engine(ctx: click.Context, config_file: Path | None, modules: str, settings: tuple[str, ...], **given: Any) -> None:
+def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ...], **given: Any) -> None:
     """Measure the execution engine under every strategy, on generated questions and random features.
 
     The engine has its full size unless KEY=VALUE arguments (engine.module_dim=16) or --config say otherwise.
@@ -148,8 +120,6 @@ def engine(ctx: click.Context, config_file: Path | None, modules: str, settings:
     for setting in settings:
         if not setting.startswith("engine.") or "=" not in setting:
             raise InputError(f"{setting!r}: expected engine.key=value, such as engine.module_dim=16")
-    if is_given(ctx, "modules"):
-        settings += (f"engine.modules={modules}",)
     config = trusted_config(config_file, settings).engine
     given |= device_settings(given)
     given |= {name: getattr(Config, name) for name in ("device", "placement", "devices") if given[name] is None}
@@ -164,12 +134,11 @@ def engine(ctx: click.Context, config_file: Path | None, modules: str, settings:
 @option("--num-samples", type=SIZE, default=8, help="Use the first N questions of --data.")
 @option("--questions-per-image", type=SIZE, default=1, help="Number of given programs per image.")
 @batching(f"{BEST}+{SHARING}", SHARING, "triton")
-@modules
+@option("--modules", metavar="|".join(MODULES), default=EngineConfig.modules, help="Set of modules, as iep-train's.")
 @option("--scene", type=click.Choice(SCENES), default=EngineConfig.scene, help="What computes the scene.")
 @placement_options
 @out
-@click.pass_context
-def plan(ctx: click.Context, **given: Any) -> None:
+def plan(**given: Any) -> None:
     """Show which nodes of which programs run in which module call.
 
     For example: iep-bench plan --program "count filter_color[red] scene". A node is named
@@ -178,8 +147,6 @@ def plan(ctx: click.Context, **given: Any) -> None:
     """
     if bool(given["programs"]) == (given["data"] is not None):
         raise click.UsageError("expected either --program or --data")
-    exclude(ctx, "questions_per_image")
-    exclude(ctx, "num_samples", beside="programs")
     from iep.bench.show_plans import show_plans
 
     given |= {name: getattr(Config, name) for name in ("placement", "devices") if given[name] is None}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.cli.command import Command
 from iep.cli.options import (
     PATH,
@@ -27,43 +26,29 @@ from iep.config import (
     Config,
     Given,
     absolute,
-    check_used,
     find_config,
     given_settings,
     only_used,
     overridden,
-    read_config,
+    saved_config,
     to_yaml,
-    update,
 )
 from iep.errors import InputError
 from iep.execution_engine.choices import check_named
 from iep.runtime.locks import alone_in
+from iep.runtime.reading import read_yaml
 
 if TYPE_CHECKING:
     from iep.models.checkpoint import Saved
 
-
 SECTIONS = {
     "Model and data": (
-        "model",
-        "data",
-        "out",
-        "config_file",
-        "pg",
-        "ee",
-        "baseline",
-        "programs",
-        "modules",
-        "families",
+        *("model", "data", "out", "config_file", "pg", "ee", "baseline", "programs", "modules", "families"),
     ),
-    "Training": ("num_train_samples", "num_val_samples", "freeze", "keep", "resume", "dry_run", "help_settings"),
-    "Engine": ("batching", "sharing", "execution", "defer_weight_grads", "precision", "features_in_memory"),
+    "Training": ("num_train_samples", "freeze", "resume", "dry_run", "help_settings"),
+    "Engine": ("batching", "sharing", "execution", "precision", "features_in_memory"),
     "Devices": ("device", "placement", "devices"),
-    "Asynchronous training": (
-        *("asynchronous", "num_threads", "max_active_keys", "min_update_frequency"),
-        "backward_weights",
-    ),
+    "Asynchronous training": (*("asynchronous", "num_threads", "max_active_keys", "min_update_frequency"),),
 }
 
 
@@ -113,11 +98,6 @@ def print_settings(ctx: click.Context, param: click.Parameter, model: str | None
 )
 @execution_options
 @click.option(
-    "--defer-weight-grads/--no-defer-weight-grads",
-    default=None,
-    help="Compute the gradient of each module's weights once per step, over all its calls.",
-)
-@click.option(
     "--asynchronous/--no-asynchronous",
     default=None,
     help="Train the engine asynchronously: workers run and update their parts by themselves, with several instances, "
@@ -141,18 +121,7 @@ def print_settings(ctx: click.Context, param: click.Parameter, model: str | None
     help="Asynchronous: number of calls after which a part is updated; auto is the number that it has in a minibatch.  "
     "[default: auto]",
 )
-@click.option(
-    "--backward-weights",
-    type=click.Choice(BACKWARD_WEIGHTS),
-    help="Asynchronous: weights of a backward pass, the current ones or those of its forward pass.  "
-    f"[default: {Config.backward_weights}]",
-)
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train only on the first N questions.")
-@click.option(
-    "--num-val-samples",
-    type=click.IntRange(min=1),
-    help=f"Validate only on the first N questions.  [default: {Config.num_val_samples}]",
-)
 @click.option(
     "--freeze",
     type=CommaList(click.STRING),
@@ -160,11 +129,6 @@ def print_settings(ctx: click.Context, param: click.Parameter, model: str | None
     help="Parts of the model that training does not change. joint: generator, engine; pg: encoder, decoder; ee: stem, "
     "modules, classifier; lstm: rnn, classifier; cnn-lstm: rnn, cnn, classifier; cnn-lstm-sa: rnn, cnn, attention, "
     "classifier; backbone: trunk, head.",
-)
-@click.option(
-    "--keep",
-    type=click.IntRange(min=1),
-    help=f"Number of newest checkpoints to keep, in addition to the best one.  [default: {Config.keep}]",
 )
 @click.option(
     "--resume",
@@ -219,28 +183,19 @@ def main(
     file = None if config_file is None else find_config(config_file)
     given = given_settings(file, settings, overrides)
     names = {name for _, name, _ in given}
+    # Imported late: `--help` should not wait for torch.
+    from iep.runtime.distributed import is_main, joined
+    from iep.training.run_training import check_settings, load_start, train_from
 
-    def resolve(resume: bool) -> tuple[Config, "Saved | None"]:
-        config, start = _resolve(out, resume, given, file)
+    with joined(), nullcontext() if dry_run or not is_main() else alone_in(out):
+        start = load_start(out) if resume else None
+        config = _resolve(out if resume else None, start, given, file)
         if num_threads is not None and not config.asynchronous:
             raise click.UsageError("--threads is for --asynchronous")
-        return config, start
-
-    if dry_run:
-        config, start = resolve(resume)
-        if start is not None:
-            from iep.training.run_training import changes
-
-            changes(start, config)
-        check_used(config, names)
-        click.echo(to_yaml(replace(config, learning_rate=config.peak_learning_rate)), nl=False)
-        return
-    # Imported late: `--help` and `--dry-run` should not wait for torch.
-    from iep.runtime.distributed import is_main, joined
-    from iep.training.run_training import train_from
-
-    with joined(), alone_in(out) if is_main() else nullcontext():
-        config, start = resolve(resume)
+        if dry_run:
+            check_settings(start, config, names)
+            click.echo(to_yaml(replace(config, learning_rate=config.peak_learning_rate)), nl=False)
+            return
         if resume and config.data is None and not (out / CONFIG).exists():
             raise InputError(f"{out}: holds no run to resume; to start one, give --data DIR")
         trainer = train_from(start, config, out, names)
@@ -251,34 +206,32 @@ def main(
             click.echo(f"{out}: already trained to iteration {config.iterations} or further; nothing to do")
 
 
-def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[Config, "Saved | None"]:
-    """Return the settings of the run, and the checkpoint to resume from, None for a new run or without a checkpoint.
+def _resolve(out: Path | None, start: "Saved | None", given: Given, file: Path | None) -> Config:
+    """Return the given settings over those of the run to resume, or over the defaults.
+
+    Args:
+        out: the directory of the run to resume, None for a new run. Its `config.yaml` has the settings of a run that
+            was stopped before its first checkpoint.
+        start: the checkpoint to resume from, if there is one.
+        file: the file of settings among the given ones.
 
     Raises:
-        InputError: a setting is invalid, the checkpoint belongs to another run than `config.yaml`, or a file names
-            modules of another package that the command does not name.
+        InputError: a setting is invalid, or a file names modules of another package that the command does not name.
     """
-    start, base = None, Config()
-    named = {name: value for source, name, value in given if source != str(file)}.get("engine.modules")
-    if resume:
-        from iep.training.run_training import changes, config_of, load_start
-
-        start = load_start(out)
-        begun = absolute(only_used(read_config(out / CONFIG))) if (out / CONFIG).exists() else None
-        if start is not None:
-            base = config_of(start)
-            if begun is not None:
-                changes(start, begun)
-        elif begun is not None:  # the run was stopped before its first checkpoint
-            base = update(begun, {key: getattr(Config, key) for key in PLACES}, str(out / CONFIG))
-        if begun is not None and {*begun.devices} == {"cpu"} and overridden(base, given).asynchronous:
-            # Unlike other devices, the workers of asynchronous training on the CPU exist on every machine.
-            base = replace(base, devices=begun.devices, placement=begun.placement)
+    base = begun = Config()
+    if out is not None and (out / CONFIG).exists():
+        base = begun = saved_config(read_yaml(out / CONFIG), str(out / CONFIG))
+    if start is not None:
+        base = saved_config(start.content["config"], str(start.path))
+    is_asynchronous = overridden(base, given).asynchronous
+    # Unlike other devices, the workers of asynchronous training on the CPU exist on every machine.
+    places = begun if is_asynchronous and {*begun.devices} == {"cpu"} else Config()
     # Settings that only the other way to train uses are dropped if a resumed run changes to it.
-    base = only_used(replace(base, asynchronous=overridden(base, given).asynchronous))
-    config = absolute(overridden(base, given))
+    changed = {name: getattr(places, name) for name in PLACES} | {"asynchronous": is_asynchronous}
+    config = absolute(overridden(only_used(replace(base, **changed)), given))
+    named = {name: value for source, name, value in given if source != str(file)}.get("engine.modules")
     check_named(config.engine.modules, named, file or out)
-    return config, start
+    return config
 
 
 if __name__ == "__main__":

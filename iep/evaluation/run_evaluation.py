@@ -7,7 +7,7 @@ missing column of most common answers, pictures of other images than those of th
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.execution_engine.trace import trace, unit_maps
-from iep.models.build import check_features, describe_other_features, load_network, place_engine, set_execution
+from iep.models.build import Network, check_features, describe_other_features, place_engine, set_execution
+from iep.models.checkpoint import load_network
 from iep.preprocess.backbones import Scenes
 from iep.programs import QUESTION_TYPES
 from iep.runtime.devices import peak_memory, resolve_device
@@ -136,8 +137,8 @@ def _predicted(settings: Evaluation) -> Answered | None:
     """Return the predictions of the networks; None in all processes but the first."""
     vocab = attempt(lambda: load_vocab(settings.data))
     device = main_device(settings.placement, settings.devices, settings.device)
-    baseline: Any = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
-    sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)
+    baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
+    sees = settings.ee is not None or (baseline is not None and len(baseline.feature_shape) > 0)
     split = attempt(lambda: _open_split(settings, vocab, sees))
     check_same_data(settings.data, vocab, [split])
     predictor = _load(settings, vocab, split, baseline)
@@ -287,13 +288,13 @@ def _check_models(settings: Evaluation) -> None:
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of networks that --ee symbolic ignores")
 
 
-def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: Any) -> Predictor:
+def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: Network | None) -> Predictor:
     """Load the networks, and check that they fit the split's features and programs."""
     predicted = _programs_used(settings) == "predicted"
     if settings.ee is not None and not predicted and split.questions.programs is None:
         raise InputError(f"{split.questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
     device = main_device(settings.placement, settings.devices, settings.device)
-    networks: dict[str, Any] = {}
+    networks: dict[str, Network] = {}
     if settings.pg is not None:
         networks["generator"] = load_network(settings.pg, "generator", vocab, device)
     if settings.ee is not None:
@@ -301,16 +302,16 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: Any) -> Pr
     if baseline is not None:
         networks["baseline"] = baseline
     if split.features is not None:
-        answers = networks["engine"] if baseline is None else baseline
+        answers = baseline or networks["engine"]
         check_features(answers, split.features.shape[1:], split.features.path)
         if is_main() and (warning := describe_other_features(answers, split.features)) is not None:
             tqdm.write(warning)
     if settings.ee is not None and settings.placement != NONE:
-        tqdm.write(_place(networks["engine"], settings, split.questions))
+        tqdm.write(_place(networks["engine"].module, settings, split.questions))
     if settings.ee is not None:
-        set_execution(networks["engine"], settings.execution, device, settings.precision)
+        set_execution(networks["engine"].module, settings.execution, device, settings.precision)
     return Predictor(
-        **networks,
+        **{name: network.module for name, network in networks.items()},
         run_predicted=predicted,
         batching=settings.batching,
         sharing=settings.sharing,

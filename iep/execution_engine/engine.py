@@ -56,6 +56,7 @@ class ExecutionEngine(nn.Module):
         module_set: the set of modules, which makes the module of each token.
         stem: image features -> maps, (N, C, H, W).
         classifier: results of programs, (B, C, H, W) or (B, C, 1, 1), -> answer logits, (B, A).
+        feature_shape: C, H and W of the features.
         grid: H and W of the maps.
 
     Raises:
@@ -69,10 +70,12 @@ class ExecutionEngine(nn.Module):
         module_set: ModuleSet,
         stem: nn.Module,
         classifier: nn.Module,
+        feature_shape: tuple[int, int, int],
         grid: tuple[int, int],
     ):
         super().__init__()
-        self.program_tokens, self.module_set, self.grid = tuple(program_tokens), module_set, grid
+        self.program_tokens, self.module_set = tuple(program_tokens), module_set
+        self.feature_shape, self.grid = feature_shape, grid
         self.roles = roles_of(self.program_tokens, module_set)
         self.stem, self.classifier = stem, classifier
         self.execution = DEFAULT_EXECUTION

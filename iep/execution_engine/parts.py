@@ -122,8 +122,7 @@ def make_placement(option: str, devices: Sequence[str], engine: Any, sample: Sam
             `balanced`, and the sample has no programs.
     """
     if engine.shared is not None:
-        what = f"the modules {engine.kwargs['modules']} share their weights"
-        raise InputError(f"{what} and cannot be placed on several devices or workers")
+        raise InputError("the modules share their weights and cannot be placed on several devices or workers")
     work = work_of(engine, sample) if sample.is_known else None
     if option == ROUND_ROBIN:
         placement = round_robin(engine.parts, devices)
@@ -178,7 +177,6 @@ def _flops_of_parts(engine: Any) -> dict[str, float]:
     from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
     copy = deepcopy(engine).to("meta").eval()  # a batch norm would not train on one example
-    sides = [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")]
     flops: dict[str, float] = {}
 
     def run(part: str, *arguments: torch.Tensor) -> torch.Tensor:
@@ -187,7 +185,7 @@ def _flops_of_parts(engine: Any) -> dict[str, float]:
         flops[part] = float(counter.get_total_flops())
         return result
 
-    map_1CHW = run(STEM, torch.empty(1, *sides, device="meta"))
+    map_1CHW = run(STEM, torch.empty(1, *engine.feature_shape, device="meta"))
     scene = engine.module_set.scene_values(map_1CHW)
     for token in engine.parts[1:-1]:
         run(token, *(scene[kind] for kind in engine.module_set.role(token).reads))

@@ -1,54 +1,59 @@
-"""A run's state <-> one file, written whole or not at all and loaded without executing anything in it.
+"""Networks and the state of runs <-> files, written whole or not at all and loaded without executing anything in them.
 
-A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
-step, resolved config, vocabulary, and how the features that it was trained on were made of images. It holds no random
-states, because the random numbers of a step are a function of the seed and the step. A run keeps its newest checkpoints
-by number, and the best. `build.py` builds networks from one. Checkpoints of the original toolkit load as well, to start
-from or to evaluate.
+A run's checkpoints, `step-N.pt` and `best.pt`, hold plain containers and tensors: weights and constructor arguments of
+its networks, optimiser, step, settings, vocabulary, and how the features that it was trained on were made of images.
+They hold no random states, because the random numbers of a step are a function of the seed and the step.
+
+`best.safetensors` holds the best networks without the state of the run. It is complete: its metadata has everything
+except the weights, as JSON. Other programs can read its tensors, and it is what a repository on the Hugging Face Hub
+holds. `config.json` beside it shows the same metadata.
+
+Checkpoints of the original toolkit load as well, to start from or to evaluate.
 """
 
 import io
+import json
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import save
 
-from iep.errors import InputError
+from iep.errors import InputError, nearest
+from iep.execution_engine.choices import check_named
+from iep.models.build import BASELINES, DESCRIPTIONS, Network, build, place, with_defaults
 from iep.models.original import from_original, is_original, safe_globals
-from iep.models.weights import SAFETENSORS, WEIGHTS, find_networks, read_weights
-from iep.runtime.files import write_bytes
+from iep.runtime.files import write_bytes, write_json
 from iep.runtime.reading import reading
+from iep.vocab import Vocab, count_new_words
 
-FORMAT = "iep-checkpoint-1"
-NETWORK = {"kwargs": {str: object}, "weights": {str: Tensor}}
-PARTS_OF_A_MODEL = {"networks": {str: NETWORK}, "vocab": {str: object}, "features": {str: str | int}}
-PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
-    "step": int,
-    "best": float,
-    "best_step": int | None,
-    "validation_due": bool,
-    "task": {str: float},
-    "optimizer": {"state": {int: {str: Tensor}}, "param_groups": list},
-    "config": {str: object},
-}
-"""The parts of a checkpoint and their types, for `check_parts`."""
-BEST = "best.pt"
+FORMAT, WEIGHTS_FORMAT = "iep-checkpoint-1", "iep-model-1"
+BEST, WEIGHTS, WEIGHTS_CONFIG = "best.pt", "best.safetensors", "config.json"
+SAFETENSORS = ".safetensors"
+DEFAULT = "default"
+"""The name of the networks that come with the package; docs/results.md says how they were trained."""
+DEFAULT_FILE = Path(__file__).with_name("default.safetensors")
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint of a run and where it was found."""
+    """The content of a checkpoint and where it was found."""
 
     path: Path
     content: dict[str, Any]
+
+
+# Files
 
 
 def step_name(step: int) -> str:
@@ -67,6 +72,12 @@ def checkpoints(out: Path) -> list[Path]:
     return step_checkpoints(out) + [path for path in [out / BEST] if path.exists()]
 
 
+def remove_old(out: Path, keep: int) -> None:
+    """Remove the numbered checkpoints of the run in `out` except the newest `keep`."""
+    for path in step_checkpoints(out)[keep:]:
+        path.unlink(missing_ok=True)
+
+
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write `content` (plain containers and tensors) to `path`, whole or not at all.
 
@@ -78,19 +89,45 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def save_weights(directory: Path, content: Mapping[str, Any], half: bool = False) -> None:
+    """Write the networks of a checkpoint's `content` to `best.safetensors` and `config.json` in a directory.
+
+    A tensor has the name of its network before its own, such as `engine.stem.0.weight`.
+
+    Args:
+        half: store floating-point weights in float16, from which networks load them in float32.
+
+    Raises:
+        OSError: a file cannot be written; the previous file is unchanged.
+    """
+    networks = content["networks"]
+    weights = {
+        f"{name}.{key}": value.clone(memory_format=torch.contiguous_format)  # the library refuses shared memory
+        for name, packed in networks.items()
+        for key, value in packed["weights"].items()
+    }
+    if half:
+        weights = {name: value.half() if value.is_floating_point() else value for name, value in weights.items()}
+    config = {
+        "format": WEIGHTS_FORMAT,
+        **{key: content[key] for key in ("model", "step", "best") if key in content},
+        "networks": {name: dict(packed["kwargs"]) for name, packed in networks.items()},
+        "features": content["features"],
+        "vocab": content["vocab"],
+    }
+    write_bytes(directory / WEIGHTS, save(weights, {"iep": json.dumps(config)}))
+    write_json(directory / WEIGHTS_CONFIG, config, indent=1)
+
+
+def load_checkpoint(path: Path | str) -> dict[str, Any]:
     """Return the content of a checkpoint, with tensors on the CPU.
 
     For a run directory, this is its best checkpoint, or otherwise its newest; `default` names the networks that come
-    with the package. A checkpoint of the original toolkit is converted by `iep.models.original.from_original`. A
-    `.safetensors` file holds the networks alone.
-
-    Args:
-        parts: the parts that the checkpoint must have, as `check_parts` takes them.
+    with the package. A checkpoint of the original toolkit is converted by `iep.models.original.from_original`.
 
     Raises:
-        InputError: the file is missing, truncated or not a checkpoint, holds more than plain data, or a part is
-            missing.
+        InputError: the file is missing (suggests a similar name), truncated or not a checkpoint, or holds more than
+            plain data.
     """
     path = Path(path)
     if path.is_dir():
@@ -98,68 +135,22 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
         if not found:
             names = f"{BEST}, {step_name(0).replace('0', 'N')} or {WEIGHTS}"
             raise InputError(f"{path}: holds no checkpoint, expected {names}")
-        return load_checkpoint(found[0], parts)
+        path = found[0]
     with reading(path, "a whole checkpoint file"):
-        file = find_networks(path)
-        if file.suffix == SAFETENSORS:
-            content = read_weights(file)
-            check_parts(content, parts or {})
-            return content
+        if not path.exists():
+            if str(path) == DEFAULT:
+                return _read_weights(DEFAULT_FILE)
+            beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+            if hint := nearest(path.name, [*beside, DEFAULT]):
+                raise InputError(f"no such file{hint}")
+        if path.suffix == SAFETENSORS:
+            return _read_weights(path)
         content = _read(path)
         if is_original(content):
-            if "step" in (parts or {}):
-                raise InputError("of the original toolkit; a run can start from it, but not resume from it")
             return from_original(content)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise InputError(f"not a checkpoint of this toolkit, expected format {FORMAT}")
-        content["features"] = content.get("features") or {}  # of earlier versions, which did not record them
-        check_parts(content, parts or {})
-    return content
-
-
-def check_parts(value: Any, parts: Any, name: str = "") -> None:
-    """Check that plain data has the expected parts and types.
-
-    Args:
-        parts: a type; or a mapping of keys to the `parts` of their values, where a type in place of a key stands for
-            any number of keys of that type.
-        name: the dotted name of the value.
-
-    Raises:
-        InputError: a part is missing or of another type.
-    """
-    kind = dict if isinstance(parts, Mapping) else parts
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-        found = "missing" if value is None else f"of type {type(value).__name__}"
-        raise InputError(f"{name or 'the checkpoint'} is {found}, expected {getattr(kind, '__name__', kind)}")
-    for key, part in parts.items() if kind is dict else ():
-        names = list(value) if isinstance(key, type) else [key]
-        for each in names:
-            if isinstance(key, type):
-                check_parts(each, key, f"the key {each!r} of {name}")
-            check_parts(value.get(each), part, f"{name}.{each}".lstrip("."))
-
-
-def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
-    """Check that a saved state of Adam belongs to the parameters, before torch loads it.
-
-    The fused optimiser does not check shapes itself, and would read and write beyond its memory.
-
-    Raises:
-        InputError: it is of a parameter that there is not, or a tensor is missing, unknown, or of another shape or
-            type.
-    """
-    for number, tensors in held["state"].items():
-        if not 0 <= number < len(parameters):
-            raise InputError(f"optimizer.state.{number} is of a parameter that these networks do not have")
-        like = parameters[number]
-        expected = {"step": torch.zeros(()), "exp_avg": like, "exp_avg_sq": like}
-        found, wanted = (
-            {name: (tuple(each.shape), each.dtype, each.layout) for name, each in state.items()}
-            for state in (tensors, expected)
-        )
-        if found != wanted:
-            raise InputError(f"optimizer.state.{number} holds {found}, expected {wanted}")
+    return content | {"features": content.get("features") or {}}  # earlier versions did not record them
 
 
 def _read(path: Path) -> Any:
@@ -180,6 +171,20 @@ def _read(path: Path) -> Any:
         raise InputError(what) from None
 
 
+def _read_weights(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint without the state of its run."""
+    with safe_open(path, "pt") as file:
+        config = json.loads((file.metadata() or {}).get("iep", "{}"))
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    if not isinstance(config, dict) or config.get("format") != WEIGHTS_FORMAT:
+        raise InputError(f"holds the weights of something else, expected metadata of the format {WEIGHTS_FORMAT}")
+    networks = {name: {"kwargs": kwargs, "weights": {}} for name, kwargs in config["networks"].items()}
+    for name, weight in weights.items():
+        network, _, key = name.partition(".")
+        networks[network]["weights"][key] = weight
+    return config | {"networks": networks}
+
+
 def load_newest(out: Path) -> Saved | None:
     """Return the newest checkpoint of the run in `out`, to resume from, or None if there is no checkpoint.
 
@@ -189,13 +194,124 @@ def load_newest(out: Path) -> Saved | None:
     if not (found := checkpoints(out)):
         return None
     try:
-        return Saved(found[0], load_checkpoint(found[0], PARTS_OF_A_RUN))
+        content = load_checkpoint(found[0])
     except InputError as error:
         advice = f"; remove it to resume from {found[1].name}" if len(found) > 1 else ""
         raise InputError(f"{error}{advice}") from None
+    if "optimizer" not in content:
+        raise InputError(f"{found[0]}: of the original toolkit; a run can start from it, but not resume from it")
+    return Saved(found[0], content)
 
 
-def remove_old(out: Path, keep: int) -> None:
-    """Remove the numbered checkpoints of the run in `out` except the newest `keep`."""
-    for path in step_checkpoints(out)[keep:]:
-        path.unlink(missing_ok=True)
+# Networks
+
+
+def kwargs_of(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> dict[str, Any]:
+    """Return the constructor arguments of the network `name` of a loaded checkpoint.
+
+    Raises:
+        InputError: the checkpoint does not hold this network.
+    """
+    packed = checkpoint["networks"]
+    if name not in packed:
+        found = ", ".join(DESCRIPTIONS.get(each, each) for each in packed) or "no network"
+        raise InputError(f"{path}: holds {found}, expected a checkpoint with {DESCRIPTIONS[name]}")
+    return with_defaults(name, packed[name]["kwargs"])
+
+
+def unpack(
+    checkpoint: Mapping[str, Any],
+    name: str,
+    path: Path | str,
+    modules: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Network:
+    """Return the network `name` of a loaded checkpoint.
+
+    Args:
+        modules: the class of another package, such as `mypackage.modules:Gated`, that may be imported as an engine's
+            set of modules; it must be that of the checkpoint. With None, the set must be one of this package.
+        settings: constructor arguments in place of those of the checkpoint.
+
+    Raises:
+        InputError: the checkpoint does not hold this network, its set of modules is not the one named, its arguments
+            are invalid, or its weights do not fit them or are not finite.
+    """
+    kwargs, what = kwargs_of(checkpoint, name, path), DESCRIPTIONS[name]
+    if name == "engine":
+        check_named(kwargs["modules"], modules, path)
+    kwargs |= settings or {}
+    try:
+        with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, take no random numbers
+            module = build(name, kwargs)
+    except Exception as error:  # arguments of a wrong type can fail in any way
+        cannot = "" if isinstance(error, InputError) else f"{what} cannot be built: "
+        raise InputError(f"{path}: {cannot}{_short(error)}") from None
+    try:
+        module.load_state_dict(checkpoint["networks"][name]["weights"])
+    except RuntimeError as error:
+        raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
+    for key, value in module.state_dict().items():
+        if not (is_good := value.isfinite()).all():  # every answer would be NaN or the first one
+            raise InputError(f"{path}: {key} of {what} holds {value[~is_good][0].item()}, expected finite numbers")
+    return Network(name, module, kwargs, checkpoint.get("features", {}))
+
+
+def _short(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()), 300, placeholder=" ...")
+
+
+def load_network(
+    path: Path | str, name: str, vocab: Vocab, device: torch.device, modules: str | None = None
+) -> Network:
+    """Return the network `name` of the checkpoint at `path`, in evaluation mode; `baseline` is a baseline of any kind.
+
+    `modules` is as for `unpack`.
+
+    Raises:
+        InputError: the checkpoint is missing or damaged, does not hold the network, was trained with another
+            vocabulary, or cannot be unpacked.
+    """
+    checkpoint = load_checkpoint(path)
+    if name == "baseline":
+        name = next((held for held in checkpoint["networks"] if held in BASELINES), name)
+    network = unpack(checkpoint, name, path, modules)
+    check_vocab(vocab_of(checkpoint, path), vocab, name, path)
+    place(network.module, device).eval()
+    return network
+
+
+def vocab_of(checkpoint: Mapping[str, Any], path: Path | str) -> Vocab:
+    """Return the vocabulary of a loaded checkpoint.
+
+    Raises:
+        InputError: it is not a vocabulary.
+    """
+    return Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)")
+
+
+def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engine: Path | None = None) -> None:
+    """Check that two vocabularies are equal in the tokens that the network `name` depends on.
+
+    Args:
+        engine: the checkpoint of an engine that the `given` vocabulary is of; None if it is that of the data.
+
+    Raises:
+        InputError: they differ (names the first index where they do, and for data how to make them fit).
+    """
+    kinds = {"generator": ("question", "program"), "engine": ("program", "answer")}.get(name, ("question", "answer"))
+    for kind in kinds:
+        ours, theirs = getattr(trained, kind), getattr(given, kind)
+        if ours == theirs:
+            continue
+        pairs = enumerate(zip_longest(ours, theirs))
+        index, tokens = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+        there, here = ("missing" if token is None else repr(token) for token in tokens)
+        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in "
+        if engine is not None:
+            raise InputError(f"{what}{engine}")
+        unknown = " --encode-unk" if set(given.question) - set(trained.question) else ""
+        what += f"the data; preprocess them with --vocab {path}{unknown}"
+        if kind == "question" and (count := count_new_words(trained, given)):
+            what += f", or train from it to learn the {count} new question words"
+        raise InputError(what)

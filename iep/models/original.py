@@ -18,10 +18,10 @@ from iep.config import (
     GeneratorConfig,
     LstmConfig,
     setting,
-    to_dict,
     update,
 )
 from iep.errors import InputError, nearest
+from iep.models.build import network_kwargs
 from iep.vocab import END, NULL, START, Vocab
 
 PARTS = ("program_generator", "execution_engine", "baseline")
@@ -62,17 +62,15 @@ _CNN_LSTM_SA = _LSTM | {
     "stacked_attn_dim": "attention_dim",
     "num_stacked_attn": "attention_steps",
 }
-_SIDES = ("feature_dim", "feature_height", "feature_width")
-_ANSWERS = ("num_question_tokens", "num_answers")
 _NETWORKS = {
-    "program_generator": ("generator", GeneratorConfig(), _GENERATOR, ("num_question_tokens", "num_program_tokens")),
-    "execution_engine": ("engine", EngineConfig(), _ENGINE, ("program_tokens", "num_answers", *_SIDES)),
-    "LSTM": ("lstm", LstmConfig(), _LSTM, _ANSWERS),
-    "CNN+LSTM": ("cnn_lstm", CnnLstmConfig(), _CNN_LSTM, (*_ANSWERS, *_SIDES)),
-    "CNN+LSTM+SA": ("cnn_lstm_sa", CnnLstmSaConfig(), _CNN_LSTM_SA, (*_ANSWERS, *_SIDES[:1])),
+    "program_generator": ("generator", GeneratorConfig(), _GENERATOR),
+    "execution_engine": ("engine", EngineConfig(), _ENGINE),
+    "LSTM": ("lstm", LstmConfig(), _LSTM),
+    "CNN+LSTM": ("cnn_lstm", CnnLstmConfig(), _CNN_LSTM),
+    "CNN+LSTM+SA": ("cnn_lstm_sa", CnnLstmSaConfig(), _CNN_LSTM_SA),
 }
-"""By the original's name of a network or of a kind of baseline: the name here, the default settings, the names here of
-the original's arguments, and the sizes of the data that the constructor takes."""
+"""By the original's name of a network or of a kind of baseline: the name here, the default settings, and the names here
+of the original's arguments."""
 
 
 class _Ignored:
@@ -129,30 +127,23 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
         known = [each for each in _NETWORKS if (each in PARTS) == (part != "baseline")]
         if kind not in known:
             raise InputError(f"{source}: baseline_type is {kind!r}, expected one of {', '.join(known)}")
-        name, config, names, takes = _NETWORKS[kind]
+        name, config, names = _NETWORKS[kind]
         if name == "generator":
             counts = {"encoder_vocab_size": len(vocab.question), "decoder_vocab_size": len(vocab.program)}
             for option, expected in {**counts, "null_token": NULL, "start_token": START, "end_token": END}.items():
                 if (value := values.pop(option, expected)) != expected:
                     raise InputError(f"{source}: {option} is {value!r}, expected {expected}, as in vocab")
         values.pop("vocab", None)  # the checkpoint's own
-        settings, others = _settings(config, values, names, source)
-        sizes: dict[str, Any] = {
-            "num_question_tokens": len(vocab.question),
-            "num_program_tokens": len(vocab.program),
-            "program_tokens": list(vocab.program),
-            "num_answers": len(vocab.answer),
-            **dict(zip(_SIDES, others.feature_dim, strict=True)),
-        }
-        kwargs = {size: sizes[size] for size in takes} | settings
+        config, others = _settings(config, values, names, source)
+        kwargs = network_kwargs(name, config, vocab, others.feature_dim)
         if name == "engine":
-            kwargs |= _engine_settings(others, kwargs["module_dim"])
+            kwargs |= _engine_settings(others, config.module_dim)
             idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))  # modules that never run
             weights = {key: value for key, value in weights.items() if not key.startswith(idle)}
         networks[name] = {"kwargs": kwargs, "weights": weights}
     if not networks:
         raise InputError("is a checkpoint of the original toolkit without any network")
-    return {"networks": networks, "vocab": vocab.to_json()}
+    return {"networks": networks, "vocab": vocab.to_json(), "features": {}}
 
 
 def _engine_settings(others: _Others, module_dim: int) -> dict[str, Any]:
@@ -169,9 +160,7 @@ def _engine_settings(others: _Others, module_dim: int) -> dict[str, Any]:
     }
 
 
-def _settings(
-    config: Any, values: dict[str, Any], names: Mapping[str, str], source: str
-) -> tuple[dict[str, Any], _Others]:
+def _settings(config: Any, values: dict[str, Any], names: Mapping[str, str], source: str) -> tuple[Any, _Others]:
     """Return the arguments `values` of the original as settings of this toolkit, and those that are no settings.
 
     `config` holds the defaults. The original accepts None for 0, and 0 and 1 for flags.
@@ -193,4 +182,4 @@ def _settings(
             config = update(config, {ours: value}, f"{source}: {name}")
         else:
             others = update(others, {ours: value}, f"{source}: {name}")
-    return to_dict(config), others
+    return config, others

@@ -119,12 +119,11 @@ class _Workers:
             len(self.engine.placement.devices),
             config.max_active_keys,
             config.min_update_frequency or 1,
-            backward_weights=config.backward_weights,
             peers=Peers() if world_size() > 1 else None,
             context=lambda: autocast(torch.device(self.engine.placement.devices[0]), config.precision),
         )
         for state in self.trainer.ops.values():
-            for parameter in state.weights.values():
+            for parameter in state.weights:
                 if state.optimizer is not None and parameter in run.optimizer.state:
                     state.optimizer.state[parameter] = run.optimizer.state[parameter]
 

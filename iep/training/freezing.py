@@ -5,13 +5,12 @@ norm uses the running statistics, which do not change. The parts of a model with
 otherwise they are groups of its network's children. `tasks.py` leaves out the loss of a frozen network.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeGuard
 
 from torch import nn
 
 from iep.errors import InputError, nearest
-from iep.models.build import NETWORKS
 
 REST = None
 """The part that consists of all children that are in no other part."""
@@ -26,33 +25,21 @@ CHILDREN: dict[str, dict[str, tuple[str, ...] | None]] = {
 """The children that make up each part of a network."""
 
 
-def parts_of(model: str) -> tuple[str, ...]:
-    """Return the names of the parts of a model, as `--freeze` takes them."""
-    networks = NETWORKS[model]
-    return networks if len(networks) > 1 else tuple(CHILDREN[networks[0]])
+def parts_of(networks: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the parts of a model with these networks, as `--freeze` takes them."""
+    return tuple(networks if len(networks) > 1 else CHILDREN[next(iter(networks))])
 
 
-def check_freeze(model: str, names: Sequence[str]) -> None:
-    """Check that `names` are names of parts of `model`.
+def freeze(networks: Mapping[str, nn.Module], names: Sequence[str]) -> None:
+    """Exclude the parts `names` of the model with these networks from training.
 
     Raises:
-        InputError: a name is unknown.
+        InputError: a name is unknown, or no other part has weights.
     """
-    parts = parts_of(model)
+    parts = parts_of(networks)
     for name in names:
         if name not in parts:
-            raise InputError(
-                f"freeze: {name!r} is not a part of {model}, expected {', '.join(parts)}{nearest(name, parts)}"
-            )
-
-
-def freeze(networks: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-    """Exclude the parts `names` of the model with these `networks` from training.
-
-    Raises:
-        InputError: no other part has weights.
-    """
-    for name in names:
+            raise InputError(f"freeze: {name!r} is not a part, expected {', '.join(parts)}{nearest(name, parts)}")
         for module in modules_of(networks, name):
             module.requires_grad_(False)
             for rnn in filter(_is_rnn, module.modules()):

@@ -11,11 +11,11 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,16 +28,13 @@ from iep.data.loader import on_device
 from iep.data.ordering import step_seed
 from iep.data.question_file import Split
 from iep.errors import InputError
-from iep.models.build import pack
-from iep.models.checkpoint import BEST, Saved, check_optimizer, remove_old, save_checkpoint, step_name
-from iep.models.weights import save_weights
+from iep.models.checkpoint import BEST, Saved, remove_old, save_checkpoint, save_weights, step_name
 from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
-from iep.runtime.reading import reading
 from iep.runtime.records import VALIDATION, Records, start_tracker
 from iep.runtime.signals import Stopped, deferred
 from iep.training.freezing import train_mode
-from iep.training.parallel import Agreement, Replicas, in_step
+from iep.training.parallel import Agreement, Replicas
 from iep.training.tasks import Task
 from iep.vocab import Vocab
 
@@ -81,20 +78,20 @@ class Trainer:
         validation_due: whether the last step must be followed by a validation that is not done yet.
     """
 
-    def __init__(self, task: Task, config: Config, data: RunData, out: Path):
-        """Make the optimiser, and give all processes the same weights."""
-        self.task = task
-        self.config = config
-        self.data = data
+    def __init__(self, task: Task, config: Config, data: RunData, out: Path, kwargs: Mapping[str, Any]):
+        """Make the optimiser, and give all processes the same weights.
+
+        Args:
+            kwargs: the constructor arguments of each of the task's networks, for checkpoints.
+        """
+        self.task, self.config, self.data, self.out = task, config, data, out
         self.device = data.device
-        self.out = out
-        self.step = 0
+        self.step, self._saved_step = 0, 0
         self.best, self.best_step = -1.0, 0
         self.validation_due = False
-        self._saved_step = 0
         self.records: Records | None = None
         """The files with the metrics, which the first process writes while it trains."""
-        self._bar = tqdm(disable=True)
+        self._kwargs, self._bar = kwargs, tqdm(disable=True)
         self._clock, self.examples = 0.0, 0
         """The time of the last row of metrics, and the number of examples of this process since then."""
         self.sums: Counter[str] = Counter()
@@ -112,9 +109,11 @@ class Trainer:
             InputError: the state of the optimiser does not belong to these networks.
         """
         held = start.content
-        with reading(start.path, "a checkpoint of this run"):
-            check_optimizer(held["optimizer"], self.parameters)
-            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": held["optimizer"]["state"]})
+        states = held["optimizer"]["state"]
+        for number, state in states.items():  # the fused optimiser would read and write beyond its memory
+            if number >= len(self.parameters) or state["exp_avg"].shape != self.parameters[number].shape:
+                raise InputError(f"{start.path}: optimizer.state.{number} is not of a parameter of these networks")
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
         self.step, self.validation_due = held["step"], held["validation_due"]
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, max(0, self.step - 1))  # saved with the state
         if (self.out / BEST).exists():
@@ -158,7 +157,7 @@ class Trainer:
                     tracker = start_tracker(config.tracker, self.out, settings_of(config))
                     self.records = Records(self.out, self.step, self.validation_due, tracker)
                 if self.step == 0 and validation is not None:
-                    self._tell("before the first iteration", self.validate(validation))
+                    self._tell(f"before the first iteration: {_accuracy(self.validate(validation))}")
                 if self.validation_due:
                     self.validate_and_save(validation)
                 self._train_mode(True)
@@ -267,7 +266,7 @@ class Trainer:
                 self.best, self.best_step = self.best if score is None else score, self.step
             if score is not None and self.records is not None:
                 self.records.write(self.step, {VALIDATION: score})
-                self._tell(f"iteration {self.step}", score)
+                self._tell(f"iteration {self.step}: {_accuracy(score)}")
             if improved:
                 self.save(BEST)
             self.save_step()
@@ -283,25 +282,19 @@ class Trainer:
             autocast(self.device, self.config.precision),
             self.task.validating() as notes,
         ):
-            correct = [self.task.correct(batch) for batch in in_step(on_device(batches, self.device))]
+            correct = [self.task.correct(batch) for batch in on_device(batches, self.device)]
         self._train_mode(True)
-        for note in notes if is_main() and self.step else ():
-            tqdm.write(f"{self.config.model} iteration {self.step}: {note}")
+        for note in notes if self.step else ():
+            self._tell(f"iteration {self.step}: {note}")
         counts = torch.tensor([sum(int(correct_B.sum()) for correct_B in correct), sum(map(len, correct))])
         right, questions = total(counts).tolist()
         return right / questions
 
     def save(self, name: str) -> None:
-        """Write the checkpoint `name` into the run directory, whole or not at all, in the first process.
-
-        Raises:
-            InputError: the run directory no longer exists.
-        """
+        """Write the checkpoint `name` into the run directory, whole or not at all, in the first process."""
         if not is_main():
             return
-        if not self.out.is_dir():
-            raise InputError(f"{self.out}: the run directory no longer exists; iteration {self.step} is not saved")
-        features = self.data.training.features
+        features, networks = self.data.training.features, self.task.networks
         content = {
             "model": self.config.model,
             "step": self.step,
@@ -313,7 +306,10 @@ class Trainer:
             "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
             "vocab": self.data.vocab.to_json(),
             "features": {} if features is None else dict(features.recipe),
-            "networks": pack(self.task.networks),
+            "networks": {
+                name: {"kwargs": self._kwargs[name], "weights": module.state_dict()}
+                for name, module in networks.items()
+            },
             "optimizer": self.optimizer.state_dict(),
         }
         save_checkpoint(self.out / name, content)
@@ -329,7 +325,7 @@ class Trainer:
 
     def describe_best(self) -> str:
         """Return which checkpoint is the best and at what accuracy."""
-        accuracy = "" if self.best < 0 else f", validation accuracy {100 * self.best:.1f}%"
+        accuracy = "" if self.best < 0 else f", {_accuracy(self.best)}"
         return f"the best checkpoint is {self.out / BEST}, of iteration {self.best_step}{accuracy}"
 
     def raise_not_finite(self, positions: Sequence[int], loss: float) -> NoReturn:
@@ -341,20 +337,18 @@ class Trainer:
         Raises:
             InputError: always; names the questions of all processes, and the images whose features are not finite.
         """
-        what = f"{self.out}: the loss is {loss} at iteration {self.step + 1}"
+        what, reason = f"{self.out}: the loss is {loss} at iteration {self.step + 1}", HINT
         gathered = [positions] if self.config.asynchronous else gather(positions)
         if gathered is None:
             raise InputError(what)
-        questions = self.data.training.questions.select(np.concatenate(gathered))
-        what += f", on {len(questions)} questions (question_index {_first(questions.orig_idxs)})"
-        features = self.data.training.features
+        questions, features = self.data.training.questions.select(np.concatenate(gathered)), self.data.training.features
         if features is not None:
             images = np.unique(questions.image_idxs)
             bad = images[~features.read(images).isfinite().flatten(1).all(1).numpy()]
             if len(bad):
-                which = f"image{'s' if len(bad) > 1 else ''} {_first(bad)}"
-                raise InputError(f"{what}; {features.path}: the features of {which} are not finite")
-        raise InputError(f"{what}; {HINT}")
+                reason = f"{features.path}: the features of image {_first(bad)} are not finite"
+        where = f"on {len(questions)} questions (question_index {_first(questions.orig_idxs)})"
+        raise InputError(f"{what}, {where}; {reason}")
 
     def _check_weights(self) -> None:
         """Check parameters and running statistics before they are saved: gradients may be infinite where the loss is
@@ -374,9 +368,13 @@ class Trainer:
         for network in self.task.networks.values():
             train_mode(network, on)
 
-    def _tell(self, when: str, score: float) -> None:
+    def _tell(self, text: str) -> None:
         if is_main():
-            tqdm.write(f"{self.config.model} {when}: validation accuracy {100 * score:.1f}%")
+            tqdm.write(f"{self.config.model} {text}")
+
+
+def _accuracy(score: float) -> str:
+    return f"validation accuracy {100 * score:.1f}%"
 
 
 def _first(numbers: np.ndarray) -> str:

@@ -3,10 +3,15 @@
 Most minibatches leave some of the engine's modules unused, and the parts of a minibatch differ in which. PyTorch's
 `DistributedDataParallel` finds them: the weights that no process has used keep no gradient, so that the optimiser does
 not change them, as in one process.
+
+On GPUs, the batch norms that every process runs once a step are over the batches of all processes (`SyncBatchNorm`).
+PyTorch has no such norm for CPUs, where a batch norm is over the process's own part of the minibatch. The norms of an
+engine's modules cannot be synchronised anywhere, because each process calls a module as often as its own schedule says.
+Norms that are not synchronised have the mean running statistics of all processes.
 """
 
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from iep.data.datasets import Batch
+from iep.errors import InputError
+from iep.execution_engine.engine import ExecutionEngine
 from iep.runtime.distributed import total, world_size
-from iep.runtime.signals import SIGNALS, Stopped, stop_signal
-from iep.training.batch_norm import average_statistics, synchronize_norms
+from iep.runtime.signals import SIGNALS, stop_signal
+from iep.training.freezing import is_trained
 from iep.training.tasks import Metrics, Task
 
 
@@ -64,8 +71,9 @@ class Replicas:
             values = means.tolist()
         else:
             count = self._task.count(batch)
-            counts, *stops = total(torch.tensor([count, *_stops()], dtype=torch.float64)).tolist()
-            stop = _first(stops)
+            mine = [count, *(stop_signal() == number for number in SIGNALS)]
+            counts, *asking = total(torch.tensor(mine, dtype=torch.float64)).tolist()
+            stop = next((number for number, processes in zip(SIGNALS, asking, strict=True) if processes), None)
             (loss * (count * world_size() / counts)).backward()
             average_statistics(self._task.networks)
             values = (total(means.cpu().double() * count) / counts).tolist()
@@ -88,32 +96,44 @@ class _Loss(nn.Module):
         return loss + 0 * self.always_used, metrics
 
 
-def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield this process's `batches`, of which some processes have one more than others.
+# Batch norm
+
+
+def check_norms(networks: Mapping[str, nn.Module], device: torch.device, asynchronous: bool) -> None:
+    """Check that several processes can train the batch norms of the networks.
 
     Raises:
-        Stopped: a signal has asked one of the processes to stop; raised in all of them at the same batch.
+        InputError: batch norm is over the rows of a call of an engine's module or, on CPUs, over a part of the
+            questions of a minibatch.
     """
-    if world_size() == 1:
-        yield from batches
-        return
-    iterator = iter(batches)
-    while True:
-        batch = next(iterator, None)
-        continues, *stops = total(torch.tensor([batch is not None, *_stops()], dtype=torch.int64)).tolist()
-        if (stop := _first(stops)) is not None:
-            raise Stopped(stop)
-        if not continues:
-            return
-        if batch is not None:
-            yield batch
+    for network in networks.values() if world_size() > 1 else ():
+        for name, layer in network.named_modules():
+            is_in_module = isinstance(network, ExecutionEngine) and name.partition(".")[0] in network.parts[1:-1]
+            is_over_part = type(layer) is nn.BatchNorm1d and device.type == "cpu" and not asynchronous
+            if is_trained(layer) and (is_over_part or (is_in_module and type(layer) is nn.BatchNorm2d)):
+                raise InputError(
+                    f"{name} normalises over the examples of a call, and no process sees all of them: train in one "
+                    "process, without classifier_norm, and with engine.module_norm=example"
+                )
 
 
-def _stops() -> list[bool]:
-    """Return for each signal whether it has asked this process to stop."""
-    return [stop_signal() == number for number in SIGNALS]
+def synchronize_norms(networks: Mapping[str, nn.Module]) -> None:
+    """Replace the batch norms on GPUs by `SyncBatchNorm`, except those in an engine's modules."""
+    for network in networks.values():
+        parts = (network.stem, network.classifier) if isinstance(network, ExecutionEngine) else (network,)
+        for part in parts:
+            if next(network.parameters()).is_cuda:
+                nn.SyncBatchNorm.convert_sync_batchnorm(part)
 
 
-def _first(stops: Sequence[float]) -> signal.Signals | None:
-    """Return the first of the signals that have asked some process to stop."""
-    return next((number for number, asking in zip(SIGNALS, stops, strict=True) if asking), None)
+@torch.no_grad()
+def average_statistics(networks: Mapping[str, nn.Module]) -> None:
+    """Replace the running statistics of norms in training mode that are not synchronised by their means over the
+    processes, which must call this together."""
+    layers = (layer for network in networks.values() for layer in network.modules())
+    norms = [layer for layer in layers if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and layer.training]
+    statistics = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
+    if statistics:
+        means = total(torch.cat(statistics)) / world_size()
+        for each, mean in zip(statistics, means.split([len(each) for each in statistics]), strict=True):
+            each.copy_(mean)

@@ -1,6 +1,6 @@
-"""A resolved config -> a trained run: open the data, build the task and its trainer, fit.
+"""A resolved config -> a trained run: check the settings, open the data, build the networks and their trainer, fit.
 
-`train_from` does these three in order. A task itself checks the data and the checkpoints that it needs (`tasks.py`).
+`train_from` does these in order.
 """
 
 import sys
@@ -12,30 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from iep.config import (
     CONFIG,
-    PLACES,
     READING_FEATURES,
-    SECTIONS,
     Config,
     absolute,
+    check_changes,
     check_used,
-    flat,
-    only_used,
-    settings_of,
+    saved_config,
+    to_dict,
     to_yaml,
     update,
 )
 from iep.data.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.data.loader import Loading
-from iep.data.ordering import Order, make_order
+from iep.data.ordering import make_order
 from iep.data.question_families import family_filter
-from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
+from iep.data.question_file import Questions, Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
-from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
+from iep.execution_engine.choices import DEFAULT_SCHEDULER, check_named, is_outside
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.models.build import (
@@ -43,23 +40,31 @@ from iep.models.build import (
     FEATURE_SIDES,
     NETWORKS,
     PARTS_WITH_WORDS,
+    Network,
     add_words,
     build,
     check_features,
-    check_vocab,
     describe_difference,
     describe_other_features,
     fit_template,
-    load_network,
     network_kwargs,
     place,
     place_engine,
     set_execution,
-    unpack,
-    with_module_norm,
+    with_defaults,
 )
-from iep.models.checkpoint import Saved, checkpoints, load_newest
-from iep.models.weights import WEIGHTS
+from iep.models.checkpoint import (
+    WEIGHTS,
+    Saved,
+    check_vocab,
+    checkpoints,
+    kwargs_of,
+    load_checkpoint,
+    load_network,
+    load_newest,
+    unpack,
+    vocab_of,
+)
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
 from iep.program_generator.decode import greedy
@@ -68,22 +73,12 @@ from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import program_lengths
 from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
 from iep.runtime.files import write_bytes
-from iep.runtime.reading import reading
 from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner, with_processes
-from iep.training.batch_norm import check_norms
-from iep.training.freezing import check_freeze, freeze, is_trained
+from iep.training.freezing import freeze
 from iep.training.loop import RunData, Trainer
-from iep.training.tasks import TASKS, Task
-from iep.vocab import Vocab
-
-FIXED = ("model", "freeze", "pg", "ee", "baseline")
-"""Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
-
-
-def train(config: Config, out: Path, resume: bool) -> bool:
-    """Train into `out`, from its newest checkpoint if there is one and `resume` is set, and return whether the run was
-    incomplete. Errors are those of `train_from`."""
-    return train_from(load_start(out) if resume else None, absolute(config), out) is not None
+from iep.training.parallel import check_norms
+from iep.training.tasks import TASKS
+from iep.vocab import Vocab, count_new_words
 
 
 def load_start(out: Path) -> Saved | None:
@@ -95,34 +90,10 @@ def load_start(out: Path) -> Saved | None:
     return by_main(lambda: load_newest(out))
 
 
-def config_of(start: Saved) -> Config:
-    """Return the settings of the run of the checkpoint `start`, which an earlier version may have saved.
-
-    Raises:
-        InputError: a setting is unknown or invalid.
-    """
-    return absolute(only_used(update(Config(), start.content["config"], str(start.path))))
-
-
-def changes(start: Saved, config: Config) -> list[str]:
-    """Return a text for each setting in which `config` differs from the run of the checkpoint `start`.
-
-    Raises:
-        InputError: such a setting may not change during a run (names all of them).
-    """
-    saved = config_of(start)
-    if saved.model != config.model:
-        raise InputError(f"{start.path}: holds a run of model {saved.model}, cannot resume it as {config.model}")
-    before, now = flat(settings_of(saved)), flat(settings_of(config))
-    for settings in (before, now):
-        settings["freeze"] = ", ".join(sorted(settings["freeze"])) or "nothing"
-    fixed = {*SECTIONS, *FIXED} - ({"pg"} if config.model == "ee" else set())
-    changed = [name for name in before if name in now and before[name] != now[name] and name not in PLACES]
-    refused = [name for name in changed if name.partition(".")[0] in fixed]
-    if refused:
-        held, wanted = (", ".join(f"{name} {settings[name]}" for name in refused) for settings in (before, now))
-        raise InputError(f"{start.path}: was trained with {held}, cannot resume with {wanted}")
-    return [f"{name} {now[name]} instead of {before[name]}" for name in changed]
+def train(config: Config, out: Path, resume: bool) -> bool:
+    """Train into `out`, from its newest checkpoint if there is one and `resume` is set, and return whether the run was
+    incomplete. Errors are those of `train_from`."""
+    return train_from(load_start(out) if resume else None, absolute(config), out) is not None
 
 
 def train_from(start: Saved | None, config: Config, out: Path, given: Collection[str] = ()) -> Trainer | None:
@@ -140,29 +111,72 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
     config = with_processes(config)
-    changed = _check(start, config, out, given)
+    changed = check_settings(start, config, given)
+    _check_run(start, config, out)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return None
     if changed and is_main():
         tqdm.write(f"{out}: resumes with {', '.join(changed)}")
-    trainer = _build(start, config, out, given, _open(config))
-    _fit(trainer)
+    if start is None:
+        starts = _starts(config)
+        config = _with_settings_of(starts, config, given)
+    else:
+        starts = dict.fromkeys(NETWORKS[config.model], start)
+    data = _open(config)
+    torch.manual_seed(config.seed)
+    networks = {name: _network(name, starts.get(name), start is None, config, data) for name in NETWORKS[config.model]}
+    task = TASKS[config.model](config, {name: network.module for name, network in networks.items()})
+    freeze(task.networks, config.freeze)
+    if "engine" in networks:
+        _place_and_set_execution(task.networks["engine"], config, data)
+    check_norms(task.networks, data.device, config.asynchronous)
+    trainer = Trainer(task, config, data, out, {name: network.kwargs for name, network in networks.items()})
+    if start is not None:
+        trainer.restore(start)
+    batches, validation_batches = _batches(trainer)
+    if is_main():
+        out.mkdir(parents=True, exist_ok=True)
+        write_bytes(out / CONFIG, to_yaml(config).encode())
+        tqdm.write(_describe(trainer))
+    trainer.fit(batches, validation_batches, fit_asynchronously if config.asynchronous else None)
     return trainer
 
 
-def _check(start: Saved | None, config: Config, out: Path, given: Collection[str]) -> list[str]:
-    """Check the settings and the run directory, and return the settings that differ from those of the checkpoint.
+# Settings
+
+
+def check_settings(start: Saved | None, config: Config, given: Collection[str]) -> list[str]:
+    """Check that the model uses all settings, and that a run resumed from `start` may have them.
+
+    Returns:
+        a text for each setting that differs from that of the run to resume.
 
     Raises:
-        InputError: a setting cannot be used, or the run directory holds another run.
+        InputError: a setting is not used, or cannot change.
     """
-    changed = [] if start is None else changes(start, config)  # before `check_used`, which would name other settings
+    changed = []
+    if start is not None:  # before `check_used`, which would name other settings of another model
+        changed = check_changes(saved_config(start.content["config"], str(start.path)), config, start.path)
     check_used(config, given)
+    return changed
+
+
+def _check_run(start: Saved | None, config: Config, out: Path) -> None:
+    """Check that a run can begin: what the settings need is there, and the directory holds no other run.
+
+    Raises:
+        InputError: something is missing, or would not be used, or the run directory holds another run.
+    """
     if config.data is None:
         kind = "in CLEVR's layout with images and scenes" if config.model == "backbone" else "written by iep-preprocess"
         raise InputError(f"no data: give --data DIR, a directory {kind}")
-    check_freeze(config.model, config.freeze)
-    TASKS[config.model].check_starts(config)
+    for part in ("pg", "ee") if config.model == "joint" else ():
+        if getattr(config, part) is None:
+            raise InputError(f"joint training starts from trained networks: give --{part} CKPT")
+    if config.programs == "predicted" and config.pg is None:
+        raise InputError("programs is predicted: give --pg CKPT, a trained program generator")
+    if config.model == "ee" and config.programs != "predicted" and config.pg is not None:
+        raise InputError(f"pg is {config.pg}, which training ee uses only with --programs predicted")
     check_asynchronous(config)
     check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
     if config.tracker is not None and is_main() and find_spec(config.tracker) is None:
@@ -171,7 +185,45 @@ def _check(start: Saved | None, config: Config, out: Path, given: Collection[str
         raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
     if start is None and (out / WEIGHTS).exists():
         raise InputError(f"{out}: already holds networks ({WEIGHTS}), which a run would replace; choose another --out")
-    return changed
+
+
+def _starts(config: Config) -> dict[str, Saved]:
+    """Return the checkpoints that networks of a new run start from, by network.
+
+    Raises:
+        InputError: a checkpoint cannot be loaded.
+    """
+    others = {"generator": config.pg, "engine": config.ee}
+    paths = {name: others.get(name, config.baseline) for name in NETWORKS[config.model]}
+    return {name: Saved(Path(path), load_checkpoint(path)) for name, path in paths.items() if path is not None}
+
+
+def _with_settings_of(starts: Mapping[str, Saved], config: Config, given: Collection[str]) -> Config:
+    """Return `config` with the network settings of the checkpoints to start from.
+
+    Only an engine's batch norm over examples can change: its weights are the same for `batch` and `example`.
+
+    Raises:
+        InputError: a checkpoint lacks the network, a setting that was given differs from the checkpoint's, or its
+            modules are code of another package that the settings do not name.
+    """
+    sections = {}
+    for name, saved in starts.items():
+        section, kwargs = getattr(config, name), kwargs_of(saved.content, name, saved.path)
+        held = {field.name: kwargs[field.name] for field in fields(section)}
+        if name == "engine":
+            check_named(held["modules"], section.modules if is_outside(section.modules) else None, saved.path)
+            if {section.module_norm, held["module_norm"]} == {"batch", "example"}:
+                held["module_norm"] = section.module_norm
+        sections[name] = update(section, held, f"{saved.path}: {DESCRIPTIONS[name]}")
+        for key in held:
+            wanted, has = (getattr(each, key) for each in (section, sections[name]))
+            if wanted != has and f"{name}.{key}" in given:
+                raise InputError(f"{saved.path}: was trained with {name}.{key} {has}, cannot start with {wanted}")
+    return replace(config, **sections)
+
+
+# Data
 
 
 def _open(config: Config) -> RunData:
@@ -182,14 +234,13 @@ def _open(config: Config) -> RunData:
             (names the file and the process).
     """
     device = main_device(config.placement, config.devices, config.device)
-    assert config.data is not None  # `_check` requires it
+    assert config.data is not None  # `_check_run` requires it
     data = Path(config.data)
     vocab, training, validation = attempt(lambda: _open_splits(data, config))
     check_same_data(data, vocab, [training, validation])
     for split in filter(None, (training, validation)):
-        TASKS[config.model].check_questions(config, split.questions)
-    training, validation = _in_memory(training, config), validation and _in_memory(validation, config)
-    return RunData(device, vocab, training, validation)
+        _check_questions(split.questions, config)
+    return RunData(device, vocab, _in_memory(training, config), validation and _in_memory(validation, config))
 
 
 def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None]:
@@ -221,6 +272,20 @@ def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None
     return vocab, training, validation
 
 
+def _check_questions(questions: Questions, config: Config) -> None:
+    """Check that the questions have all datasets that the model is trained on.
+
+    Raises:
+        InputError: a dataset is missing.
+    """
+    needs_programs = config.model == "pg" or (config.model == "ee" and config.programs == "ground-truth")
+    if needs_programs and questions.programs is None:
+        hint = " (or train with --programs predicted)" if config.model == "ee" else ""
+        raise InputError(f"{questions.path}: has no programs, which training {config.model} needs{hint}")
+    if config.model not in ("pg", "backbone") and questions.answers is None:
+        raise InputError(f"{questions.path}: has no answers, which training {config.model} needs")
+
+
 def _in_memory(split: Split, config: Config) -> Split:
     """Return a split with its features in memory, if the config says so."""
     if split.features is None or not config.features_in_memory:
@@ -229,69 +294,44 @@ def _in_memory(split: Split, config: Config) -> Split:
     return replace(split, features=split.features.in_memory(*workers))
 
 
-# Build
+# Networks
 
 
-def _build(start: Saved | None, config: Config, out: Path, given: Collection[str], data: RunData) -> Trainer:
-    """Build or load the networks, and make the trainer of the task on them."""
-    torch.manual_seed(config.seed)
-    networks: dict[str, Any] = {name: _network(name, start, config, data) for name in NETWORKS[config.model]}
-    config = _with_networks_settings(config, networks, given, resumed=start is not None)
-    task = TASKS[config.model](config, networks)
-    freeze(task.networks, config.freeze)
-    if "engine" in networks:
-        _place_and_set_execution(networks["engine"], config, data)
-    if (warning := check_norms(networks, config, data.device)) is not None:
-        tqdm.write(warning)
-    trainer = Trainer(task, config, data, out)
-    if start is not None:
-        trainer.restore(start)
-    return trainer
+def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data: RunData) -> Network:
+    """Return a network on the device: that of the checkpoint `saved`, or a new one if this is None.
 
-
-def _network(name: str, start: Saved | None, config: Config, data: RunData) -> nn.Module:
-    """Return the network of the run, of the checkpoint to start from, or a new one, on the device."""
-    vocab, training = data.vocab, data.training
-    path = _start_of(name, config)
-    modules = config.engine.modules if is_outside(config.engine.modules) else None
-    if start is not None:
-        with reading(start.path, "a checkpoint of this run"):
-            check_vocab(Vocab.from_json(start.content["vocab"], str(start.path)), vocab, name, start.path)
-            network = unpack(start.content, name, start.path, modules)
-    elif path is None:
-        shape = None if training.features is None else training.features.shape[1:]
-        network = build(name, network_kwargs(name, getattr(config, name), vocab, shape))
-    else:
-        learn = None if name == "engine" else partial(_learn_words, config, name, path)
-        network = load_network(path, name, vocab, torch.device("cpu"), learn, modules)
-        if name == "engine":
-            network = with_module_norm(network, config.engine.module_norm)
-    if name in FEATURE_SIDES:
-        assert training.features is not None
-        check_features(network, training.features.shape[1:], start.path if start else path or training.features.path)
-        if data.validation is not None and data.validation.features is not None:
-            check_features(network, data.validation.features.shape[1:], data.validation.features.path)
-        if is_main() and (warning := describe_other_features(network, training.features)) is not None:
-            tqdm.write(warning)
-    return place(network, data.device)
-
-
-def _start_of(name: str, config: Config) -> str | None:
-    """Return the checkpoint that the network `name` starts from, or None."""
-    return {"generator": config.pg, "engine": config.ee}.get(name, config.baseline)
-
-
-def _learn_words(config: Config, name: str, start: str, network: nn.Module, count: int) -> None:
-    """Add `count` new question words to a network to start from, and print their number.
+    Args:
+        is_new: the run is new, and its networks may learn new words.
 
     Raises:
-        InputError: the embeddings of words are frozen.
+        InputError: the checkpoint does not fit the settings or the data.
     """
-    if {name, *PARTS_WITH_WORDS} & set(config.freeze):
-        raise InputError(f"{start}: {count} question words are new to it, and a frozen part cannot learn them")
-    add_words(network, name, count, config.seed)
-    if is_main():
-        tqdm.write(f"{start}: {count} new question words")
+    vocab, features = data.vocab, data.training.features
+    if saved is None:
+        shape = None if features is None else features.shape[1:]
+        kwargs = with_defaults(name, network_kwargs(name, getattr(config, name), vocab, shape))
+        network, path = Network(name, build(name, kwargs), kwargs), None
+    else:
+        modules = config.engine.modules if is_outside(config.engine.modules) else None
+        settings = to_dict(getattr(config, name)) if is_new else None  # those of `_with_settings_of`
+        network = unpack(saved.content, name, saved.path, modules, settings)
+        trained, path = vocab_of(saved.content, saved.path), saved.path
+        if is_new and name != "engine" and (count := count_new_words(trained, vocab)):
+            if {name, *PARTS_WITH_WORDS} & set(config.freeze):
+                raise InputError(f"{path}: {count} question words are new to it, and a frozen part cannot learn them")
+            network, trained = add_words(network, count, config.seed), replace(trained, question=vocab.question)
+            if is_main():
+                tqdm.write(f"{path}: {count} new question words")
+        check_vocab(trained, vocab, name, path)
+    if name in FEATURE_SIDES:
+        assert features is not None
+        check_features(network, features.shape[1:], path or features.path)
+        if data.validation is not None and data.validation.features is not None:
+            check_features(network, data.validation.features.shape[1:], data.validation.features.path)
+        if is_main() and (warning := describe_other_features(network, features)) is not None:
+            tqdm.write(warning)
+    place(network.module, data.device)
+    return network
 
 
 def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunData) -> None:
@@ -315,71 +355,25 @@ def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunD
         fit_template(engine, sample, -(-config.batch_size // world_size()), config.sharing)
 
 
-def _with_networks_settings(
-    config: Config, networks: Mapping[str, Any], given: Collection[str], resumed: bool
-) -> Config:
-    """Return `config` with the settings of its networks, which a checkpoint to start from determines.
-
-    Raises:
-        InputError: a setting that was given differs from the checkpoint's.
-    """
-    sections = {}
-    for name, network in networks.items():
-        section, start = getattr(config, name), None if resumed else _start_of(name, config)
-        held = {f.name: network.kwargs[f.name] for f in fields(section)}
-        what = DESCRIPTIONS[name] if start is None else f"{start}: {DESCRIPTIONS[name]}"
-        sections[name] = update(section, held, source=what)
-        for key in held if start is not None else ():
-            wanted, has = (getattr(each, key) for each in (section, sections[name]))
-            if wanted != has and f"{name}.{key}" in given:
-                raise InputError(f"{start}: was trained with {name}.{key} {has}, cannot start with {wanted}")
-    return replace(config, **sections)
-
-
-# Fit
-
-
-def _fit(trainer: Trainer) -> None:
-    """Write the run directory's settings and train."""
-    config, out = trainer.config, trainer.out
-    batches, validation_batches = _batches(trainer)
-    if is_main():
-        out.mkdir(parents=True, exist_ok=True)
-        write_bytes(out / CONFIG, to_yaml(config).encode())
-        tqdm.write(_describe(trainer))
-    trainer.fit(batches, validation_batches, fit_asynchronously if config.asynchronous else None)
+# Batches
 
 
 def _describe(trainer: Trainer) -> str:
-    """Return four lines on the run: model, processes and parameters; memory; data; steps."""
+    """Return three lines on the run: model, processes and parameters; data; steps."""
     config, data = trainer.config, trainer.data
-    held = [p for net in trainer.task.networks.values() for p in net.parameters()]
-    count, trained = (sum(p.numel() for p in parameters) for parameters in (held, trainer.parameters))
-    execution = getattr(trainer.task.networks.get("engine"), "execution", DEFAULT_EXECUTION)
-    threads = torch.get_num_threads()
-    model = (
-        f"{config.model} on {trainer.device}",
-        *([f"execution {execution}"] if execution != DEFAULT_EXECUTION else []),
-        *([f"asynchronous with {len(config.devices)} workers"] if config.asynchronous else []),
-        *([f"{world_size()} processes"] if world_size() > 1 else []),
-        f"{threads} thread{'s' if threads > 1 else ''}" + (" each" if world_size() > 1 else ""),
-        f"{count:,} parameters",
-        *([f"{trained:,} of them trained"] if trained != count else []),
-    )
-    # The gradient and the two averages of AdamW are as large as the trained parameters.
-    networks = sum(p.nbytes for p in held) + 3 * sum(p.nbytes for p in trainer.parameters)
-    unit = "images" if config.model == "backbone" else "questions"
+    parameters = sum(p.numel() for network in trainer.task.networks.values() for p in network.parameters())
+    trained, threads = sum(p.numel() for p in trainer.parameters), torch.get_num_threads()
+    processes = f"{world_size()} processes of " if world_size() > 1 else ""
     splits = []
     for name, split in ((config.train_split, data.training), (config.val_split, data.validation)):
         if split is not None:
-            images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
-            splits.append(images if unit == "images" else f"{len(split.questions):,} questions about {images}")
+            questions = "" if config.model == "backbone" else f"{len(split.questions):,} questions about "
+            splits.append(f"{questions}{len(set(split.questions.image_idxs.tolist())):,} images of {name}")
     return (
-        f"{trainer.out}: {', '.join(model)}\n"
-        f"memory: {networks / 1e6:,.1f} MB for parameters, gradients and optimiser state; "
-        "minibatches and activations need more\n"
+        f"{trainer.out}: {config.model} on {trainer.device}, {processes}{threads} thread{'s' if threads > 1 else ''}, "
+        f"{parameters:,} parameters{f', {trained:,} of them trained' if trained != parameters else ''}\n"
         f"{config.data}: {' and '.join(splits)}\n"
-        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {unit} each"
+        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {trainer.task.examples} each"
     )
 
 
@@ -399,7 +393,6 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
         config.questions_per_image,
     )
     order.stages = [(batches_each * first, pool) for first, pool in order.stages]
-    _check_enough(order, trainer.task)
     plan_training, plan_validation = None, None
     if config.model == "ee":
         engine = trainer.task.networks["engine"]
@@ -409,8 +402,8 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
             plan_training = instance_planner(engine, config)
         plan_validation = planner(training=False)
     if config.programs == "predicted":
-        assert config.pg is not None  # the task requires it
-        generator: Any = load_network(config.pg, "generator", trainer.data.vocab, trainer.device)
+        assert config.pg is not None  # `_check_run` requires it
+        generator = load_network(config.pg, "generator", trainer.data.vocab, trainer.device).module
         training = _with_predicted_programs(training, generator, config)
         validation = validation and _with_predicted_programs(validation, generator, config)
     loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
@@ -439,19 +432,3 @@ def _with_predicted_programs(split: Split, generator: Seq2Seq, config: Config) -
         found_BL = greedy(generator, trim(questions[rows]).to(device), config.max_program_length)
         programs[rows, : found_BL.shape[1]] = found_BL.cpu()
     return replace(split, questions=replace(split.questions, programs=total(programs).numpy()))
-
-
-def _check_enough(order: Order, task: Task) -> None:
-    """Check that every process gets an example of each minibatch, and batch norm over questions at least two.
-
-    Raises:
-        InputError: a minibatch has too few examples.
-    """
-    fewest = min(order.batch_size, *(len(pool) for _, pool in order.stages))
-    if fewest < world_size() and not task.config.asynchronous:
-        count = f"{fewest} {task.examples} for {world_size()} processes"
-        raise InputError(f"a minibatch has {count}, expected at least one each")
-    layers = (layer for network in task.networks.values() for layer in network.modules())
-    if fewest < 2 and any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
-        unit = "an instance" if task.config.asynchronous else "a minibatch"
-        raise InputError(f"{unit} has 1 question, expected at least 2 for the batch norm of classifier_norm")

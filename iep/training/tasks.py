@@ -1,13 +1,13 @@
 """The computation of a training step and of a validation step of each model; `loop.py` is the loop around them.
 
-A `Task` owns the networks that are trained and saved. It checks the datasets and checkpoints that it needs, computes
-the loss of a minibatch, and finds the examples that are answered correctly. `TASKS` has the task of each model.
+A `Task` holds the networks that are trained and saved, computes the loss of a minibatch, and finds the examples that
+are answered correctly. `TASKS` has the task of each model.
 
 Shapes: B examples, T question tokens, L program tokens, A answers.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from iep.backbone.augment import augmented
 from iep.backbone.network import compare, find_objects, scene_loss
 from iep.config import BASELINES, Config
 from iep.data.datasets import Batch
-from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.metrics import exact_match
 from iep.program_generator.decode import greedy, sample
@@ -37,7 +36,7 @@ class Task:
     The tasks of the other models override the methods in which they differ.
 
     Attributes:
-        networks: the networks that are trained and saved, by name.
+        networks: the modules of the networks that are trained and saved, by name.
         state: the numbers that the task carries from step to step, which every checkpoint stores.
         examples: what the examples of a minibatch are called.
     """
@@ -54,31 +53,6 @@ class Task:
         self.networks = networks
         self.state: dict[str, float] = {}
 
-    @classmethod
-    def needs(cls, config: Config) -> tuple[str, ...]:
-        """Return the names of the datasets that a questions file must hold."""
-        return ("answers",)
-
-    @classmethod
-    def check_starts(cls, config: Config) -> None:
-        """Check that the checkpoints to start from and to predict with are those that the model uses.
-
-        Raises:
-            InputError: a checkpoint is missing, or would not be used.
-        """
-
-    @classmethod
-    def check_questions(cls, config: Config, questions: Questions) -> None:
-        """Check that the questions have all datasets that the task needs.
-
-        Raises:
-            InputError: a dataset is missing.
-        """
-        for name in cls.needs(config):
-            if getattr(questions, name) is None:
-                hint = " (or train with --programs predicted)" if (config.model, name) == ("ee", "programs") else ""
-                raise InputError(f"{questions.path}: has no {name}, which training {config.model} needs{hint}")
-
     def count(self, batch: Batch) -> int:
         """Return the number of terms that the loss is a mean over: here, questions."""
         return len(batch.index)
@@ -92,10 +66,9 @@ class Task:
         """Return the loss, which is a scalar to differentiate, and the metrics of the step, which are means as well."""
         return _answer_loss(self.logits(batch), batch.answers)
 
-    @contextmanager
-    def validating(self) -> Iterator[list[str]]:
+    def validating(self) -> AbstractContextManager[list[str]]:
         """Watch a validation, the block; the list that it yields has notes on the networks after it."""
-        yield []
+        return nullcontext([])
 
     def correct(self, batch: Batch) -> Tensor:
         """Return (B,) booleans: the likeliest answer is the true one."""
@@ -104,10 +77,6 @@ class Task:
 
 class GeneratorTask(Task):
     """Training of the program generator by teacher forcing on true programs (Johnson et al. 2017, section 3.4)."""
-
-    @classmethod
-    def needs(cls, config: Config) -> tuple[str, ...]:
-        return ("programs",)
 
     def count(self, batch: Batch) -> int:
         """Return the number of tokens to predict."""
@@ -134,20 +103,8 @@ class EngineTask(Task):
         super().__init__(config, networks)
         self.engine = networks["engine"]
         if config.attention_penalty and not self.engine.makes_attentions:
-            modules = self.engine.kwargs["modules"]
-            what = f"attention_penalty is {config.attention_penalty}, but modules {modules} compute no attention maps"
-            raise InputError(f"{what}; those of --modules tbd and pooled do")
-
-    @classmethod
-    def needs(cls, config: Config) -> tuple[str, ...]:
-        return ("answers",) if config.programs == "predicted" else ("answers", "programs")
-
-    @classmethod
-    def check_starts(cls, config: Config) -> None:
-        if config.programs == "predicted" and config.pg is None:
-            raise InputError("programs is predicted: give --pg CKPT, a trained program generator")
-        if config.programs != "predicted" and config.pg is not None:
-            raise InputError(f"pg is {config.pg}, which training ee uses only with --programs predicted")
+            what = f"attention_penalty is {config.attention_penalty}, but modules {config.engine.modules} compute no"
+            raise InputError(f"{what} attention maps; those of --modules tbd and pooled do")
 
     def logits(self, batch: Batch) -> Tensor:
         return self._forward(batch)[0]
@@ -198,16 +155,6 @@ class JointTask(EngineTask):
         self.generator = networks["generator"]
         self.state = {"reward_baseline": 0.0}
 
-    @classmethod
-    def needs(cls, config: Config) -> tuple[str, ...]:
-        return ("answers",)
-
-    @classmethod
-    def check_starts(cls, config: Config) -> None:
-        for part in ("pg", "ee"):
-            if getattr(config, part) is None:
-                raise InputError(f"joint training starts from trained networks: give --{part} CKPT")
-
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the engine's cross entropy plus the generator's REINFORCE surrogate, and the metrics of the step."""
         config = self.config
@@ -244,10 +191,6 @@ class BackboneTask(Task):
     """A backbone that finds the objects of scenes. An object is right if it is found with all attributes right."""
 
     examples = "images"
-
-    @classmethod
-    def needs(cls, config: Config) -> tuple[str, ...]:
-        return ()
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the loss of `scene_loss` on images that are changed at random."""
