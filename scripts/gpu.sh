@@ -64,7 +64,8 @@ losses() { # train by calls and by cuda_graph from the same weights on the same 
     for each in calls $CAPTURED; do
         rm -rf "$OUT/train-$each"
         "$PYTHON" -m iep.cli.train --config "$CONFIG" --data "$OUT/data" --out "$OUT/train-$each" device="$DEVICE" seed=0 \
-            iterations=$ITERATIONS log_every=1 precision=bfloat16 execution="$each" curriculum=[] || return
+            iterations=$ITERATIONS log_every=1 precision=bfloat16 execution="$each" curriculum=[] \
+            engine.module_settings.context=false || return # kernels run convolutions alone
     done
     "$PYTHON" - "$OUT/train-calls/metrics.jsonl" "$OUT/train-$CAPTURED/metrics.jsonl" <<'END'
 import json

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.modules import ExampleNorm
+from iep.execution_engine.modules import ExampleNorm, UnaryModule
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -144,3 +144,20 @@ def test_a_classifier_drops_in_training_alone():
     assert not engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
     engine.eval()
     assert engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_only_a_block_with_context_reads_positions_beyond_its_convolutions(context):
+    torch.manual_seed(0)
+    x_GCHW = torch.rand(1, 4, 9, 9, requires_grad=True)
+    UnaryModule(4, True, "none", context)(x_GCHW)[:, :, 0, 0].sum().backward()
+    assert bool(x_GCHW.grad[:, :, 3:, 3:].any()) == context
+
+
+def test_a_classifier_of_the_whole_grid_gives_an_object_the_same_logits_in_every_place():
+    classifier = make_classifier((4, 7, 5), projection=3, hidden=(9,), num_answers=6, pool=0, **POOLED)
+    x_BCHW = torch.zeros(2, 4, 7, 5)
+    x_BCHW[0, :, 1, 1] = x_BCHW[1, :, 6, 4] = torch.rand(4)
+    first_A, second_A = classifier(x_BCHW)
+    torch.testing.assert_close(first_A, second_A)
+    assert not classifier(2 * x_BCHW).allclose(classifier(x_BCHW))
