@@ -26,7 +26,7 @@ def check_norms(networks: Mapping[str, nn.Module], config: Config, device: torch
         InputError: there are several processes, and batch norm that is trained is over the rows of a call of an
             engine's module or, on CPUs, over questions.
     """
-    are_separate = world_size() > 1 and device.type == "cpu" and not config.asynchronous
+    are_separate = world_size() > 1 and device.type == "cpu"
     for name, network in networks.items() if are_separate else ():
         if any(type(each) is nn.BatchNorm1d and is_trained(each) for each in network.modules()):
             what = f"{name}.classifier_norm normalises over questions, which may be too few for each of the processes"

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,10 +40,6 @@ class Replicas:
         self.loss = task.loss
         """Returns the loss and the metrics of this process's part of a minibatch, as `Task.loss` does."""
         if world_size() == 1:
-            return
-        if task.config.asynchronous:  # a process runs its own parts, each on whole instances
-            for parameter in parameters:
-                dist.broadcast(parameter.detach(), 0)
             return
         synchronize_norms(task.networks)
         self.loss = DistributedDataParallel(_Loss(task, parameters), find_unused_parameters=True)

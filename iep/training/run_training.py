@@ -69,7 +69,7 @@ from iep.programs import program_lengths
 from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
-from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner, with_processes
+from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner
 from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import RunData, Trainer
@@ -139,7 +139,6 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         InputError: the config, the data or a checkpoint does not fit.
         Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
-    config = with_processes(config)
     changed = _check(start, config, out, given)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return None
@@ -164,7 +163,7 @@ def _check(start: Saved | None, config: Config, out: Path, given: Collection[str
     check_freeze(config.model, config.freeze)
     TASKS[config.model].check_starts(config)
     check_asynchronous(config)
-    check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
+    check_options(config.placement, config.devices, config.device)
     if config.tracker is not None and is_main() and find_spec(config.tracker) is None:
         raise InputError(f"tracker {config.tracker} is not installed; pip install 'iep[{config.tracker}]'")
     if start is None and checkpoints(out):
@@ -418,8 +417,7 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     draws = config.max_program_length if config.model == "joint" else 0
     ranks: dict[str, Any] = {"rank": rank(), "world_size": world_size()}
     dataset = ClevrDataset(training.questions, training.features, plan_training)
-    dealt = {} if config.asynchronous else ranks  # asynchronously, all processes read all instances
-    batches = training_batches(dataset, order, steps, loading, draws, **dealt)
+    batches = training_batches(dataset, order, steps, loading, draws, **ranks)
     if validation is None:
         return batches, None
     dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
@@ -448,7 +446,7 @@ def _check_enough(order: Order, task: Task) -> None:
         InputError: a minibatch has too few examples.
     """
     fewest = min(order.batch_size, *(len(pool) for _, pool in order.stages))
-    if fewest < world_size() and not task.config.asynchronous:
+    if fewest < world_size():
         count = f"{fewest} {task.examples} for {world_size()} processes"
         raise InputError(f"a minibatch has {count}, expected at least one each")
     layers = (layer for network in task.networks.values() for layer in network.modules())
