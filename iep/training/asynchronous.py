@@ -22,9 +22,7 @@ from iep.asynchronous.trainer import AsynchronousTrainer, Instance, Run
 from iep.config import Config
 from iep.data.datasets import Batch
 from iep.errors import InputError
-from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import NONE
-from iep.execution_engine.program_plan import Planner
 from iep.runtime.devices import autocast, peak_memory
 from iep.runtime.distributed import world_size
 from iep.runtime.signals import deferred, stop_signal
@@ -49,19 +47,15 @@ def check_asynchronous(config: Config) -> None:
     Raises:
         InputError: there are several processes, or no workers; or `instance_size` does not divide `batch_size`.
     """
-    if config.asynchronous and world_size() > 1:
+    if not config.asynchronous:
+        return
+    if world_size() > 1:
         raise InputError(f"asynchronous training is for one process, and there are {world_size()}; leave out torchrun")
-    if config.asynchronous and config.placement == NONE:
+    if config.placement == NONE:
         raise InputError("asynchronous training needs workers: give --threads N, or --placement and --devices")
-    if config.asynchronous and config.batch_size % config.instance_size:
+    if config.batch_size % config.instance_size:
         sizes = f"batch_size is {config.batch_size} and instance_size {config.instance_size}"
         raise InputError(f"{sizes}; expected a multiple of instance_size")
-
-
-def instance_planner(engine: ExecutionEngine, config: Config) -> Planner:
-    """Return the planner of the instances of a placed engine."""
-    attentions = config.attention_penalty > 0
-    return engine.planner(config.batching, config.sharing, training=True, attentions=attentions, whole=True)
 
 
 def fit_asynchronously(run: Trainer, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:

@@ -69,7 +69,7 @@ from iep.programs import program_lengths
 from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
-from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner
+from iep.training.asynchronous import check_asynchronous, fit_asynchronously
 from iep.training.batch_norm import check_norms
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import RunData, Trainer
@@ -403,9 +403,8 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     if config.model == "ee":
         engine = trainer.task.networks["engine"]
         planner = partial(engine.planner, config.batching, config.sharing)
-        plan_training = planner(training=True, attentions=config.attention_penalty > 0)
-        if config.asynchronous:
-            plan_training = instance_planner(engine, config)
+        # In asynchronous training, stem and classifier are ops as well.
+        plan_training = planner(training=True, attentions=config.attention_penalty > 0, whole=config.asynchronous)
         plan_validation = planner(training=False)
     if config.programs == "predicted":
         assert config.pg is not None  # the task requires it
