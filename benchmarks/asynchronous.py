@@ -22,8 +22,7 @@ from torch import nn
 from benchmarks.graphs import Deducer, PolarityRegressor, deductions, molecules
 from benchmarks.message_networks import ListReducer, SentimentTreeLSTM, list_reductions, sentiment_trees
 from benchmarks.virtual_clock import message_bytes, run_virtual
-from iep.asynchronous.conductor import PlanStep, WorkerTask
-from iep.asynchronous.drivers import Record, run_threads
+from iep.asynchronous.conductor import PlanStep, Record, WorkerTask, run_threads
 from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
 from iep.bench.compare import Benchmark, Case, Competitor, Fact
 

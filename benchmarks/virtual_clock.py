@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
-from iep.asynchronous.conductor import Conductor, PlanStep, WorkerTask, priority
-from iep.asynchronous.drivers import Begin, Note, Record, T
+from iep.asynchronous.conductor import Begin, Conductor, Note, PlanStep, Record, T, WorkerTask, priority
 from iep.asynchronous.trainer import AsynchronousTrainer
 
 
@@ -74,8 +73,9 @@ def run_virtual(
             run(task)
         seconds = began() - measured if cost is None else cost(step, task)
         clock[worker] = ends[task.instance][task] = start + seconds
+        ready = conductor.done(task)
         note(Record(worker, start, clock[worker], task, step.op))
-        push(conductor.done(task), 0.0)
+        push(ready, 0.0)
         if task.instance not in conductor.in_flight:
             left[task.instance] = max(ends.pop(task.instance).values())
             admit()

@@ -61,7 +61,6 @@ def python_blocks(document: Path) -> list[str]:
 
 NOT_RUN = {
     "from swift.rewards import": "ms-swift is not installed",
-    "Peers()": "for several processes, which test_asynchronous_processes.py starts",
 }
 """A part of each block that is not run, with the reason."""
 

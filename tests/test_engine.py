@@ -30,7 +30,6 @@ from engine_cases import (
 )
 from hypothesis import given, settings
 
-from iep.asynchronous.drivers import run_threads
 from iep.asynchronous.trainer import AsynchronousTrainer, Instance
 from iep.batching.execute import execute
 from iep.batching.schedulers import SCHEDULERS
@@ -128,7 +127,7 @@ def test_a_plan_with_stem_and_classifier_matches_the_reference_on_logits_and_all
         logits_BA = placed(features_NCHW, placed.plan(programs_BL, rows_B, scheduler, sharing))
         assert_same({"logits": logits_BA}, {"logits": expected_BA}, 1e-9)
         trainer = AsynchronousTrainer(modules, partial(torch.optim.SGD, lr=0), workers)
-        trainer.run([Instance(plan.plan, inputs, lambda logits_BA: (logits_BA * scale_BA).sum())], run_threads)
+        trainer.run([Instance(plan.plan, inputs, lambda logits_BA: (logits_BA * scale_BA).sum())])
         gradients = [{key: each.grad for key, each in net.named_parameters()} for net in (placed, engine)]
         assert_same(*gradients, 1e-9, none_is_zero=True)
         placed.zero_grad()

@@ -1,4 +1,4 @@
-"""The steps of each instance's plan -> the tasks that are ready. Pure Python, without tensors, threads or clocks.
+"""The steps of each instance's plan -> tasks, each of which a worker runs when the tasks that it waits for are done.
 
 Asynchronous training (Gaunt et al. 2017, AMPNet) keeps several *instances*, small minibatches with a plan each, in
 flight at once. A task is one call of one instance, forward or backward; it belongs to the worker of its call. The last
@@ -7,11 +7,15 @@ are done, and a backward task when the backward tasks of all its readers are don
 The task of the oldest instance in flight that comes next in the order of its plan is always ready or running, so that
 no order of the workers can deadlock.
 
-`drivers.py` runs the tasks; `trainer.py` says what a task computes.
+`Conductor` knows which tasks are ready, and `run_threads` runs them on a thread for each worker. Neither knows of
+tensors: `trainer.py` says what a task computes.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from queue import PriorityQueue
+from typing import Any, NamedTuple, TypeVar
 
 COPY, LOSS = -1, -2
 """The ops of a copy to another worker and of the loss; those of modules are 0 or greater."""
@@ -37,7 +41,7 @@ class WorkerTask(NamedTuple):
 class _InFlight:
     """An instance whose tasks are not all done."""
 
-    def __init__(self, steps: Sequence[PlanStep], num_own: int, num_processes: int):
+    def __init__(self, steps: Sequence[PlanStep]):
         self.steps = steps
         self.readers: list[list[int]] = [[] for _ in steps]
         for call, step in enumerate(steps):
@@ -46,8 +50,8 @@ class _InFlight:
         self.missing = [[len(step.reads) for step in steps], [len(readers) for readers in self.readers]]
         """The number of tasks that each task waits for, forward and backward."""
         self.missing[True][-1] = len(steps[-1].reads)
-        self.remaining, self.unfinished = num_own, num_processes
-        """The number of backward tasks here that are not done, and of processes that have not done their part."""
+        self.remaining = len(steps)
+        """The number of backward tasks that are not done."""
 
 
 class Conductor:
@@ -59,25 +63,15 @@ class Conductor:
     docs/asynchronous.md states the bound. With `flush_every`, an instance whose number is a multiple of it is admitted
     only when nothing is in flight.
 
-    Where every worker is a process, each has a conductor that admits the same instances and knows the tasks of all
-    workers, but returns those of its own worker only. An instance then leaves when all processes have done their part.
-
-    Args:
-        worker: the worker of this process; None if all workers are here.
-        num_processes: the number of processes.
-
     Raises:
         ValueError: `max_active_keys` or `flush_every` is less than 1.
     """
 
-    def __init__(
-        self, max_active_keys: int, flush_every: int | None = None, worker: int | None = None, num_processes: int = 1
-    ):
+    def __init__(self, max_active_keys: int, flush_every: int | None = None):
         for name, number in (("max_active_keys", max_active_keys), ("flush_every", flush_every)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}, expected 1 or greater")
         self.max_active_keys, self.flush_every = max_active_keys, flush_every
-        self.worker, self.num_processes = worker, num_processes
         self.num_admitted = 0
         self.in_flight: dict[int, _InFlight] = {}
 
@@ -94,20 +88,19 @@ class Conductor:
         return oldest > self.last_needed
 
     def admit(self, steps: Sequence[PlanStep]) -> list[WorkerTask]:
-        """Admit an instance, whose number is `num_admitted`, and return its tasks here that are ready at once."""
+        """Admit an instance, whose number is `num_admitted`, and return its tasks that are ready at once."""
         assert self.can_admit
         number = self.num_admitted
-        num_own = sum(self.worker in (None, step.worker) for step in steps)
-        self.in_flight[number] = _InFlight(steps, num_own, self.num_processes)
+        self.in_flight[number] = _InFlight(steps)
         self.num_admitted += 1
         first = [WorkerTask(number, call, False) for call, step in enumerate(steps[:-1]) if not step.reads]
-        ready = self._here(first or [WorkerTask(number, len(steps) - 1, True)])
-        if not num_own:
-            self.finished(number)
-        return ready
+        return first or [WorkerTask(number, len(steps) - 1, True)]
 
     def done(self, task: WorkerTask) -> list[WorkerTask]:
-        """Record that a task of any worker is done, and return the tasks here that wait for no other one now."""
+        """Record that a task is done, and return those that wait for no other one now.
+
+        An instance leaves with its last task.
+        """
         instance, last = self.in_flight[task.instance], len(self.in_flight[task.instance].steps) - 1
         waiting = instance.steps[task.call].reads if task.is_backward else instance.readers[task.call]
         ready = []
@@ -117,40 +110,11 @@ class Conductor:
             missing[call] -= 1
             if not missing[call]:
                 ready.append(WorkerTask(task.instance, call, is_backward))
-        ready = self._here(ready)
-        if task.is_backward and self._here([task]):
+        if task.is_backward:
             instance.remaining -= 1
             if not instance.remaining:
-                self.finished(task.instance)
+                del self.in_flight[task.instance]
         return ready
-
-    def finished(self, number: int) -> None:
-        """Record that a process has done its part of an instance, which leaves with the last one."""
-        self.in_flight[number].unfinished -= 1
-        if not self.in_flight[number].unfinished:
-            del self.in_flight[number]
-
-    def is_finished(self, number: int) -> bool:
-        """Return whether all tasks here of an admitted instance are done."""
-        return number not in self.in_flight or not self.in_flight[number].remaining
-
-    def listeners(self, task: WorkerTask) -> Iterator[tuple[int, int | None]]:
-        """Yield each other worker that waits for a task here, with the copy whose tensors it gets, or None.
-
-        A plan has at most one copy of a call's results on each worker, and a copy reads one call.
-        """
-        instance = self.in_flight[task.instance]
-        step, last = instance.steps[task.call], len(instance.steps) - 1
-        found: dict[int, int | None] = {}
-        if task.is_backward:
-            found = {instance.steps[read].worker: task.call if step.op == COPY else None for read in step.reads}
-        else:
-            for call in instance.readers[task.call]:
-                found.setdefault(instance.steps[call].worker, call if call < last else None)
-        yield from ((worker, copy) for worker, copy in found.items() if worker != step.worker)
-
-    def _here(self, tasks: list[WorkerTask]) -> list[WorkerTask]:
-        return tasks if self.worker is None else [task for task in tasks if self.step(task).worker == self.worker]
 
     def step(self, task: WorkerTask) -> PlanStep:
         """Return the step of a task of an instance in flight."""
@@ -163,3 +127,89 @@ def priority(task: WorkerTask) -> tuple[bool, int, int]:
     The order of a backward pass is the reverse of that of the plan.
     """
     return not task.is_backward, task.instance, -task.call if task.is_backward else task.call
+
+
+class Record(NamedTuple):
+    """When a task ran, in seconds since the run started."""
+
+    worker: int
+    start: float
+    end: float
+    task: WorkerTask
+    op: int
+
+
+T = TypeVar("T")
+Begin = Callable[[int, T], Sequence[PlanStep]]
+"""The number of an instance, and the instance -> its steps."""
+Note = Callable[[Record], object]
+
+
+def run_threads(
+    conductor: Conductor,
+    num_workers: int,
+    instances: Iterable[T],
+    begin: Begin,
+    run: Callable[[WorkerTask], object],
+    note: Note,
+) -> None:
+    """Run the instances on a thread for each worker, and return when nothing is in flight.
+
+    The calling thread prepares and admits the instances in order. Each worker runs the one of its ready tasks with the
+    lowest `priority`. If a task or the preparation of an instance raises an exception, or a signal raises one in the
+    calling thread, the workers end after their current tasks, and the exception is raised.
+
+    Args:
+        begin: prepares an instance, and returns its steps.
+        run: computes a task.
+        note: gets the record of every task when the conductor knows that it is done, one at a time.
+    """
+    began = time.perf_counter()
+    changed = threading.Condition()
+    """Its lock is held to use the conductor. It tells the calling thread of instances that left, and of errors."""
+    queues = [PriorityQueue[tuple[Any, WorkerTask | None]]() for _ in range(num_workers)]
+    failures: list[BaseException] = []
+
+    def push(tasks: Sequence[WorkerTask]) -> None:
+        for entry in sorted((priority(task), task) for task in tasks):  # a worker may take the first at once
+            queues[conductor.step(entry[1]).worker].put(entry)
+
+    def work(worker: int) -> None:
+        try:
+            while (task := queues[worker].get()[1]) is not None:
+                start = time.perf_counter()
+                run(task)
+                end = time.perf_counter()
+                with changed:
+                    op, ready = conductor.step(task).op, conductor.done(task)
+                    note(Record(worker, start - began, end - began, task, op))
+                    push(ready)
+                    if task.instance not in conductor.in_flight:
+                        changed.notify()
+        except BaseException as error:
+            with changed:
+                failures.append(error)
+                changed.notify()
+
+    def wait(condition: Callable[[], bool]) -> None:
+        with changed:
+            changed.wait_for(lambda: failures or condition())
+            if failures:
+                raise failures.pop(0)  # an error that is kept would keep the frames that it passes
+
+    threads = []
+    try:
+        for worker in range(num_workers):
+            threads.append(threading.Thread(target=work, args=[worker], name=f"worker {worker}", daemon=True))
+            threads[-1].start()
+        for instance in instances:
+            wait(lambda: conductor.can_admit)
+            steps = begin(conductor.num_admitted, instance)
+            with changed:
+                push(conductor.admit(steps))
+        wait(lambda: not conductor.in_flight)
+    finally:
+        for queue in queues:
+            queue.put(((-1,), None))  # before all tasks
+        for thread in threads:
+            thread.join()

@@ -16,16 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask
-from iep.asynchronous.drivers import Begin, Note, Record, run_threads
-from iep.asynchronous.processes import Peers
+from iep.asynchronous.conductor import COPY, LOSS, Begin, Conductor, Note, PlanStep, Record, WorkerTask, run_threads
 from iep.batching.execute import Buffers, run_call
 from iep.batching.plan import Argument, Call, Plan
 
@@ -101,18 +99,6 @@ class Run:
     """The share of this time in which each worker ran tasks."""
 
 
-class _Clock:
-    """Adds up the times of tasks, and passes their records on."""
-
-    def __init__(self, num_workers: int, pass_on: Note):
-        self.busy, self.first, self.last, self.pass_on = [0.0] * num_workers, float("inf"), 0.0, pass_on
-
-    def note(self, record: Record) -> None:
-        self.busy[record.worker] += record.end - record.start
-        self.first, self.last = min(self.first, record.start), max(self.last, record.end)
-        self.pass_on(record)
-
-
 Driver = Callable[[Conductor, int, Iterable[Instance], Begin, Callable[[WorkerTask], object], Note], None]
 """A function that runs the workers, with the arguments of `run_threads`."""
 
@@ -143,22 +129,6 @@ class TrainedOp:
         self.optimizer.zero_grad(set_to_none=True)
         self.version, self.pending = self.version + 1, 0
 
-    def state(self) -> dict[str, Any]:
-        """Return all that changes in training, for other processes."""
-        optimizer = self.optimizer.state_dict() if self.optimizer else None
-        gradients = [weight.grad for weight in self.weights]
-        counts = {"version": self.version, "pending": self.pending}
-        return counts | {"module": self.module.state_dict(), "optimizer": optimizer, "gradients": gradients}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the `state` of another process."""
-        self.version, self.pending = state["version"], state["pending"]
-        self.module.load_state_dict(state["module"])
-        for weight, gradient in zip(self.weights, state["gradients"], strict=True):
-            weight.grad = gradient
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-
 
 class _Kept(NamedTuple):
     """The tensors and the version of the weights that a call keeps from its forward to its backward pass."""
@@ -177,9 +147,6 @@ class _Active:
     learns: list[bool]
     """Whether the results of each call depend on weights."""
     kept: dict[int, _Kept] = field(default_factory=dict)
-    arrived: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The values of each copy that reads a call of another process."""
-    remaining: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while gradients are added, as a copy adds them to the buffers of another worker."""
 
@@ -202,7 +169,6 @@ class AsynchronousTrainer:
             updates to `flush_every` and `update`.
         flush_every: the number of instances after which no new one is admitted until nothing is in flight and every op
             is updated. One is synchronous training on the workers. None never to wait.
-        peers: the processes that are the other workers; None if all workers are in this process.
         context: returns a context in which modules and losses run, on whatever thread, such as that of autocast.
 
     Raises:
@@ -217,7 +183,6 @@ class AsynchronousTrainer:
         max_active_keys: int = 1,
         min_update_frequency: Mapping[int, int] | int | None = None,
         flush_every: int | None = None,
-        peers: Peers | None = None,
         context: Callable[[], AbstractContextManager] = nullcontext,
     ):
         owner: dict[nn.Parameter, int] = {}
@@ -229,7 +194,7 @@ class AsynchronousTrainer:
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
         self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
-        self.peers, self.context = peers, context
+        self.context = context
         self.in_flight: dict[int, _Active] = {}
         """The values and gradients of every instance in flight."""
         self._losses, self._staleness = dict[int, float](), Counter[Staleness]()
@@ -243,38 +208,39 @@ class AsynchronousTrainer:
     ) -> Run:
         """Train on the instances in order, and return when nothing is in flight.
 
-        With `peers`, every process calls this with the same instances, and all have the same weights, optimiser states
-        and results at the end.
-
         Args:
-            driver: how the workers run, if there are no `peers`.
-            note: gets the record of every task of this process when it is done, on any thread, but one at a time.
+            driver: how the workers run.
+            note: gets the record of every task when it is done, on any thread, but one at a time.
             update: then update every op that has gradients, as with `flush_every`. Otherwise, gradients that are too
                 few for an update stay in the parameters' `grad` for the next run.
 
         Raises:
-            PeerError: another process has failed, has ended, or is silent; `peers` cannot be used any more.
             ValueError: a plan has no roots, op groups or another number of devices than there are workers, or places
                 an op on another worker than before.
         """
-        self._losses, self._staleness, clock = {}, Counter(), _Clock(self.num_workers, note)
-        where = () if self.peers is None else (self.peers.rank, self.peers.size)
-        conductor = Conductor(self.max_active_keys, self.flush_every, *where)
+        self._losses, self._staleness = {}, Counter()
+        conductor = Conductor(self.max_active_keys, self.flush_every)
         before = {op: state.version for op, state in self.ops.items() if state.weights}
+        busy, first, last = [0.0] * self.num_workers, float("inf"), 0.0
+
+        def done(record: Record) -> None:
+            nonlocal first, last
+            busy[record.worker] += record.end - record.start
+            first, last = min(first, record.start), max(last, record.end)
+            if record.task.instance not in conductor.in_flight:
+                del self.in_flight[record.task.instance]
+            note(record)
+
         try:
-            if self.peers is None:
-                driver(conductor, self.num_workers, instances, self.begin, self.compute, clock.note)
-            else:
-                own = partial(self._own, self.peers.rank, clock, update)
-                self._merge(self.peers.rank, clock, self.peers.drive(self, conductor, instances, clock.note, own))
+            driver(conductor, self.num_workers, instances, self._begin, self._compute, done)
         finally:
             self.in_flight.clear()
-        if self.peers is None and (self.flush_every or update):
+        if self.flush_every or update:
             self.update()
         losses = [self._losses[number] for number in sorted(self._losses)]
         updates = {op: self.ops[op].version - version for op, version in before.items()}
-        seconds = max(0.0, clock.last - clock.first)
-        utilisation = [busy / seconds if seconds else 0.0 for busy in clock.busy]
+        seconds = max(0.0, last - first)
+        utilisation = [each / seconds if seconds else 0.0 for each in busy]
         return Run(losses, self._staleness, updates, seconds, utilisation)
 
     def update(self) -> None:
@@ -284,7 +250,7 @@ class AsynchronousTrainer:
             if state.weights and state.pending:
                 state.update()
 
-    def begin(self, number: int, instance: Instance) -> list[PlanStep]:
+    def _begin(self, number: int, instance: Instance) -> list[PlanStep]:
         """Write the inputs of an instance into its buffers, and return its steps."""
         plan = instance.plan
         if self.flush_every and number % self.flush_every == 0:
@@ -298,9 +264,7 @@ class AsynchronousTrainer:
         buffers, inputs = Buffers(plan), instance.inputs
         given = {0: inputs} if isinstance(inputs, Tensor) else inputs
         buffers.write(plan.inputs, [given[made.column // plan.num_devices] for made in plan.inputs])
-        remaining = sum(self.peers is None or step.worker == self.peers.rank for step in steps)
-        if remaining:
-            self.in_flight[number] = _Active(instance, buffers, learns, remaining=remaining)
+        self.in_flight[number] = _Active(instance, buffers, learns)
         return steps
 
     def _at(self, step: PlanStep) -> TrainedOp:
@@ -316,22 +280,15 @@ class AsynchronousTrainer:
             raise ValueError(f"op {step.op} is on worker {step.worker}, but was on {state.worker} before")
         return state
 
-    def compute(self, task: WorkerTask) -> list[Tensor | None]:
-        """Compute a task of an instance in flight, and return the gradients that go to another process, if any."""
-        leaving: list[Tensor | None] = []
+    def _compute(self, task: WorkerTask) -> None:
+        """Compute a task of an instance in flight."""
         active = self.in_flight[task.instance]
         if task.call == len(active.instance.plan.calls):
             self._loss(task.instance, active)
         elif task.is_backward:
-            leaving = self._backward(active, task.call)
+            self._backward(active, task.call)
         else:
             self._forward(active, task.call)
-        if task.is_backward:
-            with active.lock:
-                active.remaining -= 1
-                if not active.remaining:
-                    del self.in_flight[task.instance]
-        return leaving
 
     def _arguments(self, active: _Active, reads: Sequence[Argument], call: int) -> list[Tensor]:
         """Return the arguments of a call, or the roots, as leaves of a graph of their own."""
@@ -340,7 +297,7 @@ class AsynchronousTrainer:
             argument.requires_grad_(argument.is_floating_point() and any(active.learns[each] for each in sources))
         return arguments
 
-    def _compute(self, active: _Active, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _run_module(self, active: _Active, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the module of a call on leaves, with its current weights."""
         with torch.enable_grad(), self.context():
             return run_call(active.instance.plan, {call.op: self.ops[call.op].module}, call, arguments)
@@ -348,11 +305,11 @@ class AsynchronousTrainer:
     def _forward(self, active: _Active, number: int) -> None:
         call = active.instance.plan.calls[number]
         if call.op < 0:  # a copy keeps nothing
-            arguments = active.arrived.get(number) or [active.buffers.read(each) for each in call.arguments]
+            arguments = [active.buffers.read(each) for each in call.arguments]
             active.buffers.write(call.results, run_call(active.instance.plan, {}, call, arguments))
             return
         arguments = self._arguments(active, call.arguments, number)
-        results = self._compute(active, call, arguments)
+        results = self._run_module(active, call, arguments)
         if active.learns[number]:
             active.kept[number] = _Kept(arguments, results, self.ops[call.op].version)
         active.buffers.write(call.results, [each.detach() for each in results])
@@ -365,29 +322,26 @@ class AsynchronousTrainer:
         self._losses[number] = loss.item()
         active.add_gradients(plan.roots, differentiate([loss], [torch.ones_like(loss)], roots))
 
-    def _backward(self, active: _Active, number: int) -> list[Tensor | None]:
+    def _backward(self, active: _Active, number: int) -> None:
         plan = active.instance.plan
         call = plan.calls[number]
         if not active.learns[number]:
-            return [None] * len(call.arguments) if number in active.arrived else []
+            return
         with active.lock:
             gradients = [active.buffers.gradient(each) for each in call.results]
         if call.op < 0:
             devices = [plan.columns[each.column].device for each in call.arguments]
             of_arguments = [None if each is None else each.to(to) for each, to in zip(gradients, devices, strict=True)]
-            if number in active.arrived:
-                return of_arguments
         else:
             of_arguments = self._differentiate(active, number, gradients)
         active.add_gradients(call.arguments, of_arguments)
-        return []
 
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
         call, kept = active.instance.plan.calls[number], active.kept.pop(number)
         state, results = self.ops[call.op], kept.results
         if kept.version != state.version:
-            results = self._compute(active, call, kept.arguments)
+            results = self._run_module(active, call, kept.arguments)
         found = differentiate(results, gradients, [*kept.arguments, *state.weights])
         if state.weights:
             self._staleness[Staleness(call.op, state.version - kept.version)] += 1
@@ -396,37 +350,6 @@ class AsynchronousTrainer:
             if frequency is not None and state.pending >= frequency:
                 state.update()
         return found[: len(kept.arguments)]
-
-    def outgoing(self, number: int, copy: int) -> list[Tensor]:
-        """Return the values that a copy in another process reads."""
-        active = self.in_flight[number]
-        return [active.buffers.read(each) for each in active.instance.plan.calls[copy].arguments]
-
-    def incoming(self, number: int, copy: int, is_backward: bool, tensors: list[Any]) -> None:
-        """Take the values that a copy here reads, or the gradients that a copy in another process has computed."""
-        active = self.in_flight[number]
-        if not is_backward:
-            active.arrived[copy] = tensors
-            return
-        active.add_gradients(active.instance.plan.calls[copy].arguments, tensors)
-
-    def _own(self, rank: int, clock: _Clock, update: bool) -> tuple[Any, ...]:
-        """Return what only this process knows at the end of a run: the state of its ops, and results."""
-        if self.flush_every or update:
-            self.update()
-        states = {op: each.state() for op, each in self.ops.items() if each.worker == rank}
-        return states, self._losses, self._staleness, clock.busy[rank], clock.first, clock.last
-
-    def _merge(self, rank: int, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
-        """Take what the other processes have returned from `_own`, by rank."""
-        for worker, (states, losses, staleness, busy, first, last) in enumerate(found):
-            if worker != rank:
-                self._losses |= losses
-                self._staleness += staleness
-                clock.busy[worker], clock.first = busy, min(clock.first, first)
-                clock.last = max(clock.last, last)
-                for op, state in states.items():
-                    self.ops[op].restore(state)
 
 
 def differentiate(

@@ -70,13 +70,8 @@ class Sample:
         return self.programs_QL is not None and len(self.programs_QL) > 0
 
 
-def check_options(
-    placement: str, devices: Sequence[str], device: str = "auto", has_engine: bool = True, in_processes: bool = False
-) -> None:
+def check_options(placement: str, devices: Sequence[str], device: str = "auto", has_engine: bool = True) -> None:
     """Check that `--placement`, `--devices` and `--device` fit together.
-
-    Args:
-        in_processes: whether the devices may be those of several processes.
 
     Raises:
         InputError: devices are given without a placement, or fewer than two with one; both `--device` and `--devices`
@@ -92,7 +87,7 @@ def check_options(
         raise InputError(f"--placement {placement} needs two devices or more, such as --devices cuda:0,cuda:1")
     if device != "auto":
         raise InputError(f"--device {device} together with --devices {','.join(devices)}; give one of them")
-    if world_size() > 1 and not in_processes:
+    if world_size() > 1:
         raise InputError(f"--placement {placement} is for one process, and there are {world_size()}")
     for name in devices:
         try:

@@ -1,40 +1,33 @@
 """Asynchronous training of the execution engine: minibatches -> instances, which `iep/asynchronous/` runs on workers.
 
 Every part of the engine, the stem and the classifier among them, is an op with an optimiser of its own; the loss of an
-instance runs on the classifier's worker. The devices of the engine's placement are the workers: threads, or the
-processes of a job, which all read the same instances. `loop.py` validates and saves where nothing is in flight.
+instance runs on the classifier's worker. The devices of the engine's placement are the workers, with a thread each.
+`loop.py` validates and saves where nothing is in flight.
 """
 
 import itertools
 import math
-import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iep.asynchronous.drivers import Record
-from iep.asynchronous.processes import PeerError, Peers
+from iep.asynchronous.conductor import Record
 from iep.asynchronous.trainer import AsynchronousTrainer, Instance, Run
 from iep.config import Config
 from iep.data.datasets import Batch
 from iep.errors import InputError
-from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.parts import BALANCED, NONE
-from iep.execution_engine.program_plan import Planner
+from iep.execution_engine.parts import NONE
 from iep.runtime.devices import autocast, peak_memory
-from iep.runtime.distributed import gather, world_size
-from iep.runtime.signals import Stopped, deferred, stop_signal
+from iep.runtime.distributed import world_size
+from iep.runtime.signals import deferred, stop_signal
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask, Metrics
-
-T = TypeVar("T")
 
 MOMENTUM = 0.05
 """The weight of the newest minibatch in the moving averages of the numbers of calls."""
@@ -48,48 +41,29 @@ class NotFiniteError(Exception):
         self.batch, self.loss = batch, loss
 
 
-def with_processes(config: Config) -> Config:
-    """Return the settings with the processes of a job of several as the workers, if training is asynchronous.
-
-    Raises:
-        InputError: there are other devices, or another number of workers.
-    """
-    if not config.asynchronous or world_size() == 1:
-        return config
-    if {config.device, *config.devices} - {"auto", "cpu"}:
-        raise InputError("asynchronous training in several processes runs on CPUs; remove --device and --devices")
-    if len(config.devices) not in (0, world_size()):
-        counts = f"{len(config.devices)} workers, but {world_size()} processes"
-        raise InputError(f"{counts}, each of which is a worker; give --threads {world_size()}")
-    placement = BALANCED if config.placement == NONE else config.placement
-    return replace(config, device="auto", devices=("cpu",) * world_size(), placement=placement)
-
-
 def check_asynchronous(config: Config) -> None:
     """Check the settings of asynchronous training.
 
     Raises:
-        InputError: there are no workers, or `instance_size` does not divide `batch_size`.
+        InputError: there are several processes, or no workers; or `instance_size` does not divide `batch_size`.
     """
-    if config.asynchronous and config.placement == NONE:
+    if not config.asynchronous:
+        return
+    if world_size() > 1:
+        raise InputError(f"asynchronous training is for one process, and there are {world_size()}; leave out torchrun")
+    if config.placement == NONE:
         raise InputError("asynchronous training needs workers: give --threads N, or --placement and --devices")
-    if config.asynchronous and config.batch_size % config.instance_size:
+    if config.batch_size % config.instance_size:
         sizes = f"batch_size is {config.batch_size} and instance_size {config.instance_size}"
         raise InputError(f"{sizes}; expected a multiple of instance_size")
-
-
-def instance_planner(engine: ExecutionEngine, config: Config) -> Planner:
-    """Return the planner of the instances of a placed engine."""
-    attentions = config.attention_penalty > 0
-    return engine.planner(config.batching, config.sharing, training=True, attentions=attentions, whole=True)
 
 
 def fit_asynchronously(run: Trainer, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
     """Train a run, whose engine is placed and in training mode, on batches, each an instance.
 
     Raises:
-        Stopped: a signal has asked a process to stop.
-        InputError: the loss of an instance is not finite; or another process has failed, has ended, or is silent.
+        Stopped: a signal has asked the process to stop.
+        InputError: the loss of an instance is not finite.
     """
     _Workers(run).fit(batches, validation)
 
@@ -103,10 +77,11 @@ class _Workers:
     def __init__(self, run: Trainer):
         assert isinstance(run.task, EngineTask)  # other models have no asynchronous training
         self.run, self.task, self.engine, self.config = run, run.task, run.task.engine, run.config
-        self.stop: signal.Signals | None = None
-        """The signal that has asked a process to stop."""
-        self.names, self.rate, self.rates, self.newest = self.engine.ops, 0.0, list[float](), 0
-        """The learning rate of the next updates is that of the newest instance that has run on a worker here."""
+        self.names = self.engine.ops
+        self.rates: list[float] = []
+        """The learning rate of each instance of this stretch."""
+        self.newest = 0
+        """The newest instance that has run on a worker, whose learning rate is that of the next updates."""
         self.calls: dict[int, float] = {}
         """The moving average of the number of calls of each op in the minibatches that use it."""
         self.metrics: list[Metrics] = []
@@ -119,7 +94,6 @@ class _Workers:
             len(self.engine.placement.devices),
             config.max_active_keys,
             config.min_update_frequency or 1,
-            peers=Peers() if world_size() > 1 else None,
             context=lambda: autocast(torch.device(self.engine.placement.devices[0]), config.precision),
         )
         for state in self.trainer.ops.values():
@@ -130,6 +104,7 @@ class _Workers:
     def fit(self, batches: Iterator[Batch], validation: Iterable[Batch] | None) -> None:
         """Train on the batches in stretches that end with a validation, or when a stop is requested."""
         run, config = self.run, self.config
+        assert run.records is not None  # the only process writes them
         while run.step < config.iterations:
             end = min(config.iterations, (run.step // config.validate_every + 1) * config.validate_every)
             with deferred():  # a signal stops the run when nothing is in flight
@@ -139,11 +114,8 @@ class _Workers:
                     run.step -= 1
                     run.raise_not_finite(error.batch.index.tolist(), error.loss)
                 run.validation_due = run.step == end
-                self._log(gather)
-                if run.records is not None:
-                    run.records.write(run.step, row)
-            if self.stop is not None:
-                raise Stopped(self.stop)
+                self._log()
+                run.records.write(run.step, row)
             if run.validation_due:
                 run.validate_and_save(validation)
 
@@ -155,15 +127,11 @@ class _Workers:
 
         Raises:
             NotFiniteError: the loss of an instance is not finite.
-            InputError: another process has failed, has ended, or is silent.
         """
-        threads, self.rates, self.newest = torch.get_num_threads(), [], 0
-        if self.trainer.peers is None:
-            torch.set_num_threads(max(1, threads // self.trainer.num_workers))
+        self.rates, self.newest, threads = [], 0, torch.get_num_threads()
+        torch.set_num_threads(max(1, threads // self.trainer.num_workers))
         try:
             return self._row(self.trainer.run(instances, note=self._note, update=True))
-        except PeerError as error:
-            raise InputError(f"{error}; --resume continues from the last checkpoint") from None
         finally:
             torch.set_num_threads(threads)
             for state in self.trainer.ops.values():
@@ -171,12 +139,9 @@ class _Workers:
                     self.run.optimizer.state.update(state.optimizer.state)
 
     def _instances(self, batches: Iterator[Batch], end: int) -> Iterator[Instance]:
-        """Yield the instances of all minibatches up to the step `end`, or until a process is asked to stop."""
+        """Yield the instances of all minibatches up to the step `end`, or until a stop is requested."""
         run, config = self.run, self.config
-        while run.step < end:
-            self.stop = next(filter(None, self._exchange(stop_signal())), None)
-            if self.stop is not None:
-                return
+        while run.step < end and stop_signal() is None:
             minibatch = list(itertools.islice(batches, config.batch_size // config.instance_size))
             run.set_learning_rate()
             run.step += 1
@@ -187,27 +152,21 @@ class _Workers:
             yield from instances
             run.advance(sum(len(batch.index) for batch in minibatch))
             if run.step % config.log_every == 0 and run.step < end:
-                self._log(self._exchange)
+                self._log()
 
-    def _exchange(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank. All must call this at the same minibatch, as they read it."""
-        return [value] if self.trainer.peers is None else self.trainer.peers.exchange(value)
-
-    def _log(self, collect: Callable[[Any], list[Any] | None]) -> None:
+    def _log(self) -> None:
         """Write a row of metrics, unless no loss has been computed since the last one."""
         with self._lock:
             seen, self.metrics = self.metrics, []
-        mine = {name: torch.stack([each[name] for each in seen]).mean().item() for name in (seen or [{}])[0]}
-        found = collect((mine, peak_memory(self.run.device))) or []
-        metrics = next((each for each, _ in found if each), None)  # of the process that computes the losses
-        if metrics is not None:
-            self.run.log(metrics, self.run.examples, [memory for _, memory in found])
+        if seen:
+            means = {name: torch.stack([each[name] for each in seen]).mean().item() for name in seen[0]}
+            self.run.log(means, self.run.examples, [peak_memory(self.run.device)])
 
     def _make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(parameters, weight_decay=self.config.weight_decay, fused=True)
 
         def before_step(*_: Any) -> None:
-            optimizer.param_groups[0]["lr"] = self.rate
+            optimizer.param_groups[0]["lr"] = self.rates[self.newest]
             if self.config.clip_gradients is not None:
                 nn.utils.clip_grad_norm_(parameters, self.config.clip_gradients)
 
@@ -216,7 +175,6 @@ class _Workers:
 
     def _note(self, record: Record) -> None:
         self.newest = max(self.newest, record.task.instance)
-        self.rate = self.rates[self.newest]
 
     def _follow(self, calls: Counter[int]) -> None:
         """Set the update frequency of each op to the mean number of its calls in the minibatches that use it."""

@@ -332,13 +332,13 @@ class Trainer:
         """End the run before a step whose loss is not finite, since the weights would not be finite after it.
 
         Args:
-            positions: those of this process's questions. In asynchronous training, no other process knows of the loss.
+            positions: those of this process's questions.
 
         Raises:
             InputError: always; names the questions of all processes, and the images whose features are not finite.
         """
         what, reason = f"{self.out}: the loss is {loss} at iteration {self.step + 1}", HINT
-        gathered = [positions] if self.config.asynchronous else gather(positions)
+        gathered = gather(positions)
         if gathered is None:
             raise InputError(what)
         questions, features = self.data.training.questions.select(np.concatenate(gathered)), self.data.training.features

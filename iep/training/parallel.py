@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,10 +47,6 @@ class Replicas:
         self.loss = task.loss
         """Returns the loss and the metrics of this process's part of a minibatch, as `Task.loss` does."""
         if world_size() == 1:
-            return
-        if task.config.asynchronous:  # a process runs its own parts, each on whole instances
-            for parameter in parameters:
-                dist.broadcast(parameter.detach(), 0)
             return
         synchronize_norms(task.networks)
         self.loss = DistributedDataParallel(_Loss(task, parameters), find_unused_parameters=True)
@@ -99,7 +94,7 @@ class _Loss(nn.Module):
 # Batch norm
 
 
-def check_norms(networks: Mapping[str, nn.Module], device: torch.device, asynchronous: bool) -> None:
+def check_norms(networks: Mapping[str, nn.Module], device: torch.device) -> None:
     """Check that several processes can train the batch norms of the networks.
 
     Raises:
@@ -109,7 +104,7 @@ def check_norms(networks: Mapping[str, nn.Module], device: torch.device, asynchr
     for network in networks.values() if world_size() > 1 else ():
         for name, layer in network.named_modules():
             is_in_module = isinstance(network, ExecutionEngine) and name.partition(".")[0] in network.parts[1:-1]
-            is_over_part = type(layer) is nn.BatchNorm1d and device.type == "cpu" and not asynchronous
+            is_over_part = type(layer) is nn.BatchNorm1d and device.type == "cpu"
             if is_trained(layer) and (is_over_part or (is_in_module and type(layer) is nn.BatchNorm2d)):
                 raise InputError(
                     f"{name} normalises over the examples of a call, and no process sees all of them: train in one "

@@ -73,7 +73,7 @@ from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import program_lengths
 from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
 from iep.runtime.files import write_bytes
-from iep.training.asynchronous import check_asynchronous, fit_asynchronously, instance_planner, with_processes
+from iep.training.asynchronous import check_asynchronous, fit_asynchronously
 from iep.training.freezing import freeze
 from iep.training.loop import RunData, Trainer
 from iep.training.parallel import check_norms
@@ -110,7 +110,6 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         InputError: the config, the data or a checkpoint does not fit.
         Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
-    config = with_processes(config)
     changed = check_settings(start, config, given)
     _check_run(start, config, out)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
@@ -129,7 +128,7 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
     freeze(task.networks, config.freeze)
     if "engine" in networks:
         _place_and_set_execution(task.networks["engine"], config, data)
-    check_norms(task.networks, data.device, config.asynchronous)
+    check_norms(task.networks, data.device)
     trainer = Trainer(task, config, data, out, {name: network.kwargs for name, network in networks.items()})
     if start is not None:
         trainer.restore(start)
@@ -178,7 +177,7 @@ def _check_run(start: Saved | None, config: Config, out: Path) -> None:
     if config.model == "ee" and config.programs != "predicted" and config.pg is not None:
         raise InputError(f"pg is {config.pg}, which training ee uses only with --programs predicted")
     check_asynchronous(config)
-    check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
+    check_options(config.placement, config.devices, config.device)
     if config.tracker is not None and is_main() and find_spec(config.tracker) is None:
         raise InputError(f"tracker {config.tracker} is not installed; pip install 'iep[{config.tracker}]'")
     if start is None and checkpoints(out):
@@ -397,9 +396,8 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     if config.model == "ee":
         engine = trainer.task.networks["engine"]
         planner = partial(engine.planner, config.batching, config.sharing)
-        plan_training = planner(training=True, attentions=config.attention_penalty > 0)
-        if config.asynchronous:
-            plan_training = instance_planner(engine, config)
+        # In asynchronous training, stem and classifier are ops as well.
+        plan_training = planner(training=True, attentions=config.attention_penalty > 0, whole=config.asynchronous)
         plan_validation = planner(training=False)
     if config.programs == "predicted":
         assert config.pg is not None  # `_check_run` requires it
@@ -411,8 +409,7 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     draws = config.max_program_length if config.model == "joint" else 0
     ranks: dict[str, Any] = {"rank": rank(), "world_size": world_size()}
     dataset = ClevrDataset(training.questions, training.features, plan_training)
-    dealt = {} if config.asynchronous else ranks  # asynchronously, all processes read all instances
-    batches = training_batches(dataset, order, steps, loading, draws, **dealt)
+    batches = training_batches(dataset, order, steps, loading, draws, **ranks)
     if validation is None:
         return batches, None
     dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
