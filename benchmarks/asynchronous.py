@@ -247,8 +247,9 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
                 curves: list[list[Epoch]] = []
                 measure = partial(next, training.rounds(way, instances, driver_of, curves))
                 rows.append(Competitor(way.name, measure, facts=partial(training.facts, curves)))
-            facts = {"instances": len(instances), "steps": fmean(len(instance.steps) for instance in instances)}
-            yield Case({"clock": clock, "workers": count}, 1, rows, ways[0].name, facts, warm_up=False)
+            steps = fmean(len(instance.steps) for instance in instances)
+            setting = {"clock": clock, "workers": count, "instances": len(instances), "steps": steps}
+            yield Case(setting, 1, rows, ways[0].name, warm_up=False)
 
     return Benchmark(f"{name}: {shown}", cases(), "instance")
 

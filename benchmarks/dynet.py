@@ -1,4 +1,4 @@
-"""Compare DyNet with automatic batching, batching by hand in PyTorch, and iep on trees and sentences in one run.
+"""Compare DyNet with automatic batching and iep on trees and sentences in one run.
 
 The networks are Tree-LSTM, Tree-FC and a BiLSTM tagger. DyNet (`pip install dynet38`) batches operations on the fly
 (Neubig et al. 2017, On-the-fly Operation Batching). Its networks have a matrix for each gate, which is faster there

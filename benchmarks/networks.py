@@ -1,9 +1,9 @@
 """Compare ways to run networks whose structure depends on the sample: Tree-LSTM, Tree-FC and a tagger.
 
-A minibatch runs one sample after the other, batched under a strategy, or batched by hand in plain PyTorch with the same
-weights.
+A minibatch runs one sample after the other, batched under a strategy, or, for the tagger, by PyTorch's `nn.LSTM` with
+the same weights.
 
-Shapes: B samples, L leaves of all trees, G vertices of a level, P words of packed sentences, H width.
+Shapes: P words of packed sentences.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,19 +17,18 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from benchmarks.tagger import Sentence, Tagger, wikiner_like
-from benchmarks.tree_networks import BinaryTreeLSTM, BinaryTreeNetwork, ChildSumTreeLSTM, TreeFC
+from benchmarks.tree_networks import BinaryTreeLSTM, ChildSumTreeLSTM, TreeFC
 from benchmarks.trees import Tree, TreePair, complete_trees, sick_like, sst_like
 from iep.bench.compare import MIN_SAMPLES, Benchmark, Case, Competitor, Fact, seconds
 from iep.bench.strategy import PHASES, Strategy
 from iep.dynamic.plan_cache import clear_plan_cache
 
-PER_INSTANCE, LEVELS, PACKED = "per instance", "by hand: levels", "by hand: packed nn.LSTM"
+PER_INSTANCE, PACKED = "per instance", "packed nn.LSTM"
 RATINGS, TAGS, LETTERS = 5, 9, 64
 Loss = Callable[[Any, Tensor], Tensor]
 """(samples or the output of `Way.construct`, results) -> the loss, summed over samples."""
 Sized = Iterable[tuple[dict[str, int], Sequence[Sequence[Any]]]]
 """The size of minibatches by its name, and the minibatches."""
-States = tuple[Tensor, ...]
 
 
 class Way(NamedTuple):
@@ -51,7 +50,7 @@ class Network(NamedTuple):
     """A network, and the ways to run it by name.
 
     Attributes:
-        model: the module that has the parameters of the way by hand.
+        model: the module that has the parameters.
         cells: a sample -> the number of cells that run for it.
     """
 
@@ -136,8 +135,8 @@ def network_cases(network: Network, sized: Sized, phases: Sequence[str]) -> Iter
                 for name, way in network.ways.items()
                 if phase in way.phases
             ]
-            facts = {"cells": cells, "minibatches": len(minibatches)}
-            yield Case({"phase": phase, **size}, len(minibatches[0]), competitors, PER_INSTANCE, facts)
+            setting = {"phase": phase, **size, "cells": cells, "minibatches": len(minibatches)}
+            yield Case(setting, len(minibatches[0]), competitors, PER_INSTANCE)
 
 
 def _competitor(name: str, way: Way, cells: float, minibatches: Sequence[Sequence[Any]], training: bool) -> Competitor:
@@ -157,76 +156,14 @@ def _competitor(name: str, way: Way, cells: float, minibatches: Sequence[Sequenc
     return Competitor(name, measure, facts=facts)
 
 
-class Levels(NamedTuple):
-    """The vertices of binary trees by depth, the deepest first.
-
-    The children of a level's inner vertices, in order and left before right, are the vertices of the next deeper level.
-    """
-
-    words: Tensor
-    """(L,) words of the leaves, level by level."""
-    leaves: list[int]
-    """The number of leaves of each level."""
-    orders: list[Tensor | None]
-    """(G,) row of each vertex if a level's inner vertices come before its leaves; None where all are of one kind."""
-    trees: Sequence[Tree]
-
-    def run(self, leaves: States, inner: Callable[..., States]) -> States:
-        """Return the roots' states, (B, H) each.
-
-        Args:
-            leaves: the states of the leaves, (L, H) each.
-            inner: the children's states, (2 G, H) each, left and right in turn -> the states of G vertices.
-        """
-        states: States = ()
-        leaves_of_levels = zip(*(each.split(self.leaves) for each in leaves), strict=True)
-        for given, order in zip(leaves_of_levels, self.orders, strict=True):
-            states = inner(*states) if states else given
-            if order is not None:
-                states = tuple(torch.cat(pair).index_select(0, order) for pair in zip(states, given, strict=True))
-        return states
-
-
-def levels_of(trees: Sequence[Tree]) -> Levels:
-    """Return the levels of one or more binary trees; a level reads only the next deeper one."""
-    sizes_B = np.array([len(tree) for tree in trees])
-    start_B = np.cumsum(sizes_B) - sizes_B
-    children_N2 = np.concatenate([tree.children for tree in trees]) + np.repeat(start_B, sizes_B)[:, None]
-    is_leaf_N = np.concatenate([tree.children[:, 0] < 0 for tree in trees])
-    levels = [start_B + sizes_B - 1]
-    while not is_leaf_N[levels[-1]].all():
-        levels.append(children_N2[levels[-1][~is_leaf_N[levels[-1]]]].ravel())
-    leaves, orders = [], []
-    for level_G in reversed(levels):
-        is_leaf_G = is_leaf_N[level_G]
-        leaves.append(level_G[is_leaf_G])
-        row_G = np.argsort(np.argsort(is_leaf_G, kind="stable"))
-        orders.append(torch.from_numpy(row_G) if 0 < len(leaves[-1]) < len(level_G) else None)
-    words = torch.from_numpy(np.concatenate([tree.words for tree in trees])[np.concatenate(leaves)])
-    return Levels(words, list(map(len, leaves)), orders, trees)
-
-
-def tree_network(model: BinaryTreeNetwork, loss: Loss, cells: Callable[[Tree], int], strategies: Sequence) -> Network:
-    """Return a network on binary trees, and the ways to run it."""
-
-    def by_hand(levels: Levels) -> Tensor:
-        def inner(*states: Tensor) -> States:
-            return model.inner_state(*(each.view(-1, 2, each.shape[1]) for each in states))
-
-        return model.head(levels.run(model.leaf_state(model.embedding(levels.words)), inner)[0])
-
-    compute = step(model, by_hand, lambda levels, results: loss(levels.trees, results))
-    hand = {LEVELS: Way(levels_of, compute, lambda levels: len(levels.orders))}
-    return Network(model, cells, batched(model, strategies, loss) | hand)
-
-
 def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
     """Return a binary Tree-LSTM, which has a cell at every vertex of a tree."""
 
     def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
         return cross_entropy(scores, torch.tensor([tree.label for tree in trees]), reduction="sum")
 
-    return tree_network(BinaryTreeLSTM(words, width), loss, len, strategies)
+    model = BinaryTreeLSTM(words, width)
+    return Network(model, len, batched(model, strategies, loss))
 
 
 def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
@@ -235,7 +172,8 @@ def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> N
     def cells(tree: Tree) -> int:
         return tree.num_leaves - 1
 
-    return tree_network(TreeFC(words, width), lambda _, roots: roots.sum(), cells, strategies)
+    model = TreeFC(words, width)
+    return Network(model, cells, batched(model, strategies, lambda _, roots: roots.sum()))
 
 
 def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
@@ -305,7 +243,7 @@ def tagger_network(words: int, width: int, strategies: Sequence[Strategy], lette
     `nn.LSTM` to compare with.
     """
     model = Tagger(words, TAGS, letters, width=width)
-    hand = PackedTagger(model, width)
+    packed = PackedTagger(model, width)
 
     def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
         tags_W = torch.from_numpy(np.concatenate([sentence.tags for sentence in sentences]))
@@ -314,9 +252,9 @@ def tagger_network(words: int, width: int, strategies: Sequence[Strategy], lette
     def cells(sentence: Sentence) -> int:
         return 2 * (len(sentence.words) + (0 if letters is None else sum(map(len, sentence.spelled))))
 
-    compute = step(hand, hand, lambda packed, scores: cross_entropy(scores, packed[1].data, reduction="sum"))
-    by_hand = {PACKED: Way(pack, compute)} if letters is None else {}
-    return Network(hand, cells, batched(model, strategies, loss) | by_hand)
+    compute = step(packed, packed, lambda made, scores: cross_entropy(scores, made[1].data, reduction="sum"))
+    own = {PACKED: Way(pack, compute)} if letters is None else {}
+    return Network(packed, cells, batched(model, strategies, loss) | own)
 
 
 def tree_lstm(

@@ -1,6 +1,5 @@
 """`python -m benchmarks`: every comparison has its rows, its ways compute the same, and errors are one line."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,12 +10,11 @@ import pytest
 import torch
 from batching_cases import assert_same, with_gradients
 from bench_cases import laboratory, report_of
-from tiny_data import assert_one_error, tiny
+from tiny_data import assert_one_error
 
 from benchmarks import dynet, experts
 from benchmarks.experts import BATCHED, ONE_BY_ONE, Experts, uniform_experts
 from benchmarks.networks import (
-    LEVELS,
     PACKED,
     PER_INSTANCE,
     Network,
@@ -69,21 +67,21 @@ def test_every_way_computes_the_same_loss_and_gradients(name: str):
 
 
 @pytest.mark.parametrize(
-    ("command", "given", "hand", "unit"),
+    ("command", "given", "own", "unit"),
     [
-        ("tree-lstm", ("--batch-sizes", 33), LEVELS, "batch"),
-        ("tree-fc", ("--leaves", "8,2", "--batch-size", 3), LEVELS, "leaves"),
-        ("tagger", ("--batch-sizes", 33), PACKED, "batch"),
+        ("tree-lstm", ("--batch-sizes", 33), [], "batch"),
+        ("tree-fc", ("--leaves", "8,2", "--batch-size", 3), [], "leaves"),
+        ("tagger", ("--batch-sizes", 33), [PACKED], "batch"),
     ],
 )
-def test_every_way_is_measured_in_its_phases(command: str, given: tuple, hand: str, unit: str, tmp_path: Path):
+def test_every_way_is_measured_in_its_phases(command: str, given: tuple, own: list[str], unit: str, tmp_path: Path):
     result = laboratory(command, *QUICK, *given, "--batching", "height,lookahead+defer", "--out", tmp_path)
     comparisons = report_of(result, tmp_path, command)
     assert [each["phase"] for each in comparisons] == ["train", "inference"] * (len(comparisons) // 2)
     assert [each[unit] for each in comparisons] == sorted(each[unit] for each in comparisons)
     for each in comparisons:
         deferred = ["lookahead+defer"] if each["phase"] == "train" else []
-        assert [row["name"] for row in each["rows"]] == [PER_INSTANCE, "height", *deferred, hand]
+        assert [row["name"] for row in each["rows"]] == [PER_INSTANCE, "height", *deferred, *own]
         height = each["rows"][1]
         assert height["facts"]["ratio"] == pytest.approx(each["cells"] / height["facts"]["calls"])
         assert set(height["seconds"]) == {"construction", "computation", "total"}
@@ -153,7 +151,7 @@ def test_batched_experts_give_the_outputs_and_gradients_of_one_token_at_a_time(k
     assert_same(with_gradients({"outputs": layer(x, chosen, gates)}, leaves), one_by_one, 1e-4, rounding=1e-5)
 
 
-# The loader and several processes
+# The loader
 
 
 def test_every_source_has_a_row_and_generated_data_are_removed(tmp_path: Path):
@@ -164,25 +162,6 @@ def test_every_source_has_a_row_and_generated_data_are_removed(tmp_path: Path):
     for each in comparisons:
         assert [row["name"] for row in each["rows"]] == names
         assert all(row["facts"]["GB/s"] > 0 and row["seconds"]["batch"]["repeats"] == 2 for row in each["rows"])
-
-
-def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
-    (tmp_path / "lstm.yaml").write_text("model: lstm\n")
-    given = ("--data", data, "--config", tmp_path / "lstm.yaml", "--processes", 1, "--iterations", 4, "--repeat", 1)
-    result = laboratory("processes", *given, "--out", tmp_path / "out", *tiny("lstm"))
-    (comparison,) = report_of(result, tmp_path / "out", "processes")
-    assert [(row["name"], row["speedup"]) for row in comparison["rows"]] == [("1 process", 1.0)]
-
-
-def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A script that fails replaces torchrun, whose start takes seconds."""
-    failing = tmp_path / "python"
-    failing.write_text("#!/bin/sh\necho 'Error: vocab.json: no such file' >&2\nexit 1\n")
-    failing.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(failing))
-    (tmp_path / "lstm.yaml").write_text("model: lstm\n")
-    result = laboratory("processes", "--data", tmp_path, "--config", tmp_path / "lstm.yaml", "--processes", 1)
-    assert_one_error(result, "training with 1 processes failed", "vocab.json: no such file")
 
 
 @pytest.mark.parametrize(
