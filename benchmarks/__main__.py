@@ -79,7 +79,7 @@ add(
 )
 add(
     "tree-lstm",
-    "networks",
+    "trees",
     "Measure a Tree-LSTM per instance and batched. The binary Tree-LSTM classifies sentiment and uses vertex "
     "functions. The child-sum Tree-LSTM predicts relatedness and uses a lazy scope.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees or pairs per minibatch."),
@@ -88,7 +88,7 @@ add(
 )
 add(
     "tree-fc",
-    "networks",
+    "trees",
     "Measure Tree-FC on complete binary trees per instance and batched.",
     option("--leaves", type=CommaList(click.IntRange(2, 10**9)), default="32,64,128,256,512,1024", help="Per tree."),
     option("--batch-size", type=SIZE, default=16, help="Trees per minibatch."),
@@ -96,7 +96,7 @@ add(
 )
 add(
     "tagger",
-    "networks",
+    "tagger",
     "Measure a BiLSTM tagger per instance, batched and with packed nn.LSTM.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences per minibatch."),
     option("--characters/--no-characters", default=False, help="Read rare words letter by letter."),

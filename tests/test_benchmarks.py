@@ -11,20 +11,23 @@ import torch
 from batching_cases import assert_same, with_gradients
 from bench_cases import laboratory, report_of
 from tiny_data import assert_one_error
+from torch import nn
 
 from benchmarks import dynet, experts
 from benchmarks.experts import BATCHED, ONE_BY_ONE, Experts, uniform_experts
-from benchmarks.networks import (
-    PACKED,
-    PER_INSTANCE,
-    Network,
-    binary_network,
-    child_sum_network,
-    tagger_network,
-    tree_fc_network,
+from benchmarks.networks import PER_INSTANCE, ways_of
+from benchmarks.tagger import PACKED, UNKNOWN_WORD, Tagger, tagger_ways, wikiner_like
+from benchmarks.trees import (
+    BinaryTreeLSTM,
+    ChildSumTreeLSTM,
+    Tree,
+    TreeFC,
+    complete_trees,
+    scope_ways,
+    sick_like,
+    sst_like,
+    tree_from_parents,
 )
-from benchmarks.tagger import UNKNOWN_WORD, wikiner_like
-from benchmarks.trees import Tree, complete_trees, sick_like, sst_like, tree_from_parents
 from iep.bench.strategy import parse_strategies
 
 WORDS, TAGS, LETTERS = 20, 9, 5
@@ -35,29 +38,32 @@ QUICK = ("--repeat", 1, "--threads", 1, "--width", 4, "--words", 30)
 # Networks
 
 
-SAMPLES: dict[str, tuple[Callable[..., Network], Callable[[np.random.Generator], list]]] = {
-    "binary": (binary_network, lambda rng: [*sst_like(9, WORDS, rng), LONE]),
-    "child-sum": (child_sum_network, lambda rng: sick_like(5, WORDS, rng)),
-    "full of 7": (tree_fc_network, lambda rng: complete_trees(3, 7, WORDS, rng)),
-    "tagger": (tagger_network, lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng)),
-    "tagger that spells": (
-        partial(tagger_network, letters=LETTERS),
-        lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng),
-    ),
+SAMPLES: dict[str, tuple[Callable[[], nn.Module], Callable, Callable[[np.random.Generator], list]]] = {
+    "binary": (lambda: BinaryTreeLSTM(WORDS, 6), ways_of, lambda rng: [*sst_like(9, WORDS, rng), LONE]),
+    "child-sum": (lambda: ChildSumTreeLSTM(WORDS, width=6), scope_ways, lambda rng: sick_like(5, WORDS, rng)),
+    "full of 7": (lambda: TreeFC(WORDS, 6), ways_of, lambda rng: complete_trees(3, 7, WORDS, rng)),
+    **{
+        name: (
+            partial(Tagger, WORDS, TAGS, letters, width=6),
+            tagger_ways,
+            lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng),
+        )
+        for name, letters in (("tagger", None), ("tagger that spells", LETTERS))
+    },
 }
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_way_computes_the_same_loss_and_gradients(name: str):
     torch.manual_seed(0)
-    make, draw = SAMPLES[name]
-    network = make(WORDS, 6, parse_strategies("height,lookahead+sharing,lookahead+defer"))
-    samples, losses, gradients = draw(np.random.default_rng(0)), [], []
-    for each, way in network.ways.items():
+    make, ways_of_model, draw = SAMPLES[name]
+    model, samples, losses, gradients = make(), draw(np.random.default_rng(0)), [], []
+    strategies = parse_strategies("height,lookahead+sharing,lookahead+defer")
+    for each, way in ways_of_model(model, strategies).items():
         way.compute(way.construct(samples), False)
         losses.append(float(way.compute(way.construct(samples), True)))
         if each != PACKED:
-            gradients.append({name: weight.grad for name, weight in network.model.named_parameters()})
+            gradients.append({name: weight.grad for name, weight in model.named_parameters()})
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
     for other in gradients[1:]:
         for weight, expected in gradients[0].items():
