@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure the data loader, several processes, and the experiments of papers."""
+"""`python -m benchmarks`: measure the data loader and the experiments of papers."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -18,7 +18,7 @@ NETWORKS = ("tree-lstm", "tree-fc", "tagger")
 
 @click.group("python -m benchmarks", cls=CommandGroup)
 def main() -> None:
-    """Measure the data loader, several processes, and the experiments of papers.
+    """Measure the data loader and the experiments of papers.
 
     benchmarks/README.md explains the rows and columns of the tables.
     """
@@ -78,35 +78,25 @@ add(
     measured(3, 600.0),
 )
 add(
-    "processes",
-    "processes",
-    "Measure training by one process and by several processes; a round is a run.",
-    preprocessed,
-    option("--processes", type=SIZES, default="1,2", help="Comma-separated list of numbers of processes."),
-    option("--iterations", type=click.IntRange(min=2), default=100, help="Number of training steps of each run."),
-    measured(3, 3600.0),
-)
-add(
     "tree-lstm",
-    "networks",
-    "Measure a Tree-LSTM per instance, batched, and by hand (binary only). The binary "
-    "Tree-LSTM classifies sentiment and uses vertex functions. The child-sum Tree-LSTM predicts relatedness and uses a "
-    "lazy scope.",
+    "trees",
+    "Measure a Tree-LSTM per instance and batched. The binary Tree-LSTM classifies sentiment and uses vertex "
+    "functions. The child-sum Tree-LSTM predicts relatedness and uses a lazy scope.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees or pairs per minibatch."),
     option("--cell", type=click.Choice(["binary", "child-sum"]), default="binary", help="Kind of Tree-LSTM."),
     network(16_000, None, "Hidden size.  [default: 256 for binary, 150 for child-sum]"),
 )
 add(
     "tree-fc",
-    "networks",
-    "Measure Tree-FC on complete binary trees per instance, batched and by hand.",
+    "trees",
+    "Measure Tree-FC on complete binary trees per instance and batched.",
     option("--leaves", type=CommaList(click.IntRange(2, 10**9)), default="32,64,128,256,512,1024", help="Per tree."),
     option("--batch-size", type=SIZE, default=16, help="Trees per minibatch."),
     network(1_000, 512),
 )
 add(
     "tagger",
-    "networks",
+    "tagger",
     "Measure a BiLSTM tagger per instance, batched and with packed nn.LSTM.",
     option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences per minibatch."),
     option("--characters/--no-characters", default=False, help="Read rare words letter by letter."),
@@ -115,7 +105,7 @@ add(
 add(
     "dynet",
     "dynet",
-    "Measure DyNet, PyTorch by hand and iep on trees or sentences.",
+    "Measure DyNet and iep on trees or sentences.",
     option("--network", type=click.Choice(NETWORKS), default="tree-lstm", help="Network to compare."),
     option("--batch-sizes", type=SIZES, default="1,16,64,256", help="Samples per minibatch."),
     option("--threads", type=click.IntRange(1, 1024), default=1, help="Number of CPU threads of PyTorch."),

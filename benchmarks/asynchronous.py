@@ -86,8 +86,7 @@ class Training:
         known = experiment.samples(given.samples, rng)
         unseen = (experiment.unseen or experiment.samples)(given.val_samples, rng)
         self.minibatches = [known[n : n + given.instance_size] for n in range(0, len(known), given.instance_size)]
-        model = self.model(given.seeds[0])
-        self.names, self.unseen = op_names(model), model.planned(unseen)
+        self.unseen = self.model(given.seeds[0]).planned(unseen)
 
     def model(self, seed: int) -> nn.Module:
         """Return a new network, which is always the same for a seed."""
@@ -145,7 +144,7 @@ class Training:
         """Return the columns of a row, which are means over the seeds.
 
         Loss and score are those of the last epoch. The epochs and seconds until the score reached the target are left
-        out if it did not with every seed. The JSON file also has all scores and seconds, and updates by op.
+        out if it did not with every seed. The JSON file also has all scores and seconds.
         """
         epochs, last = [epoch for curve in curves for epoch in curve], [curve[-1] for curve in curves]
         staleness = sum((epoch.run.staleness for epoch in epochs), Counter())
@@ -166,7 +165,6 @@ class Training:
             **({} if self.given.target is None else to_target),
             "scores": [[epoch.score for epoch in curve] for curve in curves],
             "seconds": [[epoch.seconds for epoch in curve] for curve in curves],
-            "updates": {self.names[op]: fmean(each.run.updates[op] for each in epochs) for op in epochs[0].run.updates},
         }
 
     def simulated(self, instances: Sequence[Instance]) -> DriverOf:
@@ -246,14 +244,8 @@ def asynchronous(name: str, **options: Any) -> Benchmark:
                 curves: list[list[Epoch]] = []
                 measure = partial(next, training.rounds(way, instances, driver_of, curves))
                 rows.append(Competitor(way.name, measure, facts=partial(training.facts, curves)))
-            facts = {"instances": len(instances), "steps": fmean(len(instance.steps) for instance in instances)}
-            yield Case({"clock": clock, "workers": count}, 1, rows, ways[0].name, facts, warm_up=False)
+            steps = fmean(len(instance.steps) for instance in instances)
+            setting = {"clock": clock, "workers": count, "instances": len(instances), "steps": steps}
+            yield Case(setting, 1, rows, ways[0].name, warm_up=False)
 
     return Benchmark(f"{name}: {shown}", cases(), "instance")
-
-
-def op_names(model: nn.Module) -> list[str]:
-    """Return a name for each op: that which the network gives it, or the type of its module, numbered if not unique."""
-    types = [type(module).__name__ for module in model.ops]
-    numbered = [name if types.count(name) == 1 else f"{name} {op}" for op, name in enumerate(types)]
-    return getattr(model, "op_names", numbered)

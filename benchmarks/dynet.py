@@ -1,4 +1,4 @@
-"""Compare DyNet with automatic batching, batching by hand in PyTorch, and iep on trees and sentences in one run.
+"""Compare DyNet with automatic batching and iep on trees and sentences in one run.
 
 The networks are Tree-LSTM, Tree-FC and a BiLSTM tagger. DyNet (`pip install dynet38`) batches operations on the fly
 (Neubig et al. 2017, On-the-fly Operation Batching). Its networks have a matrix for each gate, which is faster there
@@ -9,19 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.networks import (
-    LETTERS,
-    PER_INSTANCE,
-    TAGS,
-    Way,
-    binary_network,
-    minibatches_of,
-    network_cases,
-    tagger_network,
-    tree_fc_network,
-)
-from benchmarks.tagger import wikiner_like
-from benchmarks.trees import complete_trees, sst_like
+from benchmarks.networks import PER_INSTANCE, Way, minibatches_of, network_cases, ways_of
+from benchmarks.tagger import LETTERS, TAGS, Tagger, tagger_ways, wikiner_like
+from benchmarks.trees import BinaryTreeLSTM, TreeFC, complete_trees, sst_like
 from iep.bench.compare import MIN_SAMPLES, Benchmark
 from iep.bench.strategy import PHASES, parse_strategies
 from iep.errors import InputError
@@ -36,9 +26,13 @@ except ImportError:
 
 WORDS, WIDTH = 16_000, 256
 NETWORKS = {
-    "tree-lstm": (binary_network, lambda count, rng: sst_like(count, WORDS, rng)),
-    "tree-fc": (tree_fc_network, lambda count, rng: complete_trees(count, 256, WORDS, rng)),
-    "tagger": (tagger_network, lambda count, rng: wikiner_like(count, WORDS, TAGS, LETTERS, rng)),
+    "tree-lstm": (BinaryTreeLSTM, ways_of, lambda count, rng: sst_like(count, WORDS, rng)),
+    "tree-fc": (TreeFC, ways_of, lambda count, rng: complete_trees(count, 256, WORDS, rng)),
+    "tagger": (
+        lambda words, width: Tagger(words, TAGS, None, width=width),
+        tagger_ways,
+        lambda count, rng: wikiner_like(count, WORDS, TAGS, LETTERS, rng),
+    ),
 }
 
 
@@ -50,14 +44,14 @@ def dynet(network: str, batch_sizes: Sequence[int]) -> Benchmark:
     """
     if dy is None:
         raise InputError("DyNet is not installed: pip install dynet38")
-    make, draw = NETWORKS[network]
-    made = make(WORDS, WIDTH, parse_strategies("lookahead,lookahead+defer"))
+    make, other_ways, draw = NETWORKS[network]
+    model = make(WORDS, WIDTH)
     samples = draw(max(*batch_sizes, MIN_SAMPLES), np.random.default_rng(0))
-    ways = {"DyNet": dynet_way(network, made.model), **made.ways}
+    ways = {"DyNet": dynet_way(network, model), **other_ways(model, parse_strategies("lookahead,lookahead+defer"))}
     del ways[PER_INSTANCE]
     losses = {each: way.compute(way.construct(samples[:2]), True) for each, way in ways.items()}
     assert np.allclose([*losses.values()], losses["DyNet"], rtol=1e-3), losses
-    cases = network_cases(made._replace(ways=ways), minibatches_of(samples, batch_sizes), PHASES)
+    cases = network_cases(model, ways, minibatches_of(samples, batch_sizes), PHASES)
     return Benchmark(f"{network}, width {WIDTH}, {WORDS} words", cases, "sample")
 
 
@@ -86,10 +80,11 @@ def dynet_way(name, model):
 
     if name == "tagger":
         (hidden,), (tags,) = (layers(1, of.bias, of.weight) for of in (model.hidden, model.tags))
-        ways = [layers(4, b_x + b_h, w_x, w_h) for w_x, w_h, b_x, b_h in model.lstm.all_weights]
+        weights = zip(model.lstm.inputs, model.lstm.recurrent, strict=True)
+        ways = [layers(4, of_x.bias, of_x.weight, of_h.weight) for of_x, of_h in weights]
 
         def run(gates, xs, state=()):
-            return [(state := lstm([gates[n] for n in (0, 3, 1, 2)], [x, *state[:1]], state[1:]))[0] for x in xs]
+            return [(state := lstm(gates, [x, *state[:1]], state[1:]))[0] for x in xs]
 
         def loss_of(sentence):
             xs = [words[word] for word in sentence.words.tolist()]

@@ -111,8 +111,8 @@ def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case
         return Competitor(name, measure)
 
     competitors = [competitor(ONE_BY_ONE, layer.one_by_one), competitor(BATCHED, layer)]
-    setting = {"phase": phase, "experts": experts, "tokens": tokens}
-    return Case(setting, tokens, competitors, ONE_BY_ONE, {"active": experts_TK.unique().numel()})
+    setting = {"phase": phase, "experts": experts, "tokens": tokens, "active": experts_TK.unique().numel()}
+    return Case(setting, tokens, competitors, ONE_BY_ONE)
 
 
 def moe(

@@ -30,8 +30,7 @@ from benchmarks.messages import (
     Split,
     Ungroup,
 )
-from benchmarks.tree_networks import lstm_state
-from benchmarks.trees import SENTIMENTS, Tree, sst_like
+from benchmarks.trees import SENTIMENTS, Tree, lstm_state, sst_like
 from iep.batching.execute import execute
 from iep.batching.placement import OpPlacement, longest_first
 from iep.batching.plan import Plan, Read

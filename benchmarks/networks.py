@@ -1,35 +1,24 @@
-"""Compare ways to run networks whose structure depends on the sample: Tree-LSTM, Tree-FC and a tagger.
+"""The comparison of ways to run a network whose structure depends on the sample, as `trees.py` and `tagger.py` make it.
 
-A minibatch runs one sample after the other, batched under a strategy, or batched by hand in plain PyTorch with the same
-weights.
-
-Shapes: B samples, L leaves of all trees, G vertices of a level, P words of packed sentences, H width.
+A minibatch runs one sample after the other, or batched under a strategy. A network has the methods `one`, from a sample
+to its results; `plan`, from samples to their plan under a scheduler; `forward`, from the plan to all results; `loss`,
+from samples and results to the loss, summed over samples; and `cells`, from a sample to the number of its cells.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from benchmarks.tagger import Sentence, Tagger, wikiner_like
-from benchmarks.tree_networks import BinaryTreeLSTM, BinaryTreeNetwork, ChildSumTreeLSTM, TreeFC
-from benchmarks.trees import Tree, TreePair, complete_trees, sick_like, sst_like
-from iep.bench.compare import MIN_SAMPLES, Benchmark, Case, Competitor, Fact, seconds
+from iep.bench.compare import MIN_SAMPLES, Case, Competitor, Fact, seconds
 from iep.bench.strategy import PHASES, Strategy
 from iep.dynamic.plan_cache import clear_plan_cache
 
-PER_INSTANCE, LEVELS, PACKED = "per instance", "by hand: levels", "by hand: packed nn.LSTM"
-RATINGS, TAGS, LETTERS = 5, 9, 64
-Loss = Callable[[Any, Tensor], Tensor]
-"""(samples or the output of `Way.construct`, results) -> the loss, summed over samples."""
+PER_INSTANCE = "per instance"
 Sized = Iterable[tuple[dict[str, int], Sequence[Sequence[Any]]]]
 """The size of minibatches by its name, and the minibatches."""
-States = tuple[Tensor, ...]
 
 
 class Way(NamedTuple):
@@ -47,21 +36,15 @@ class Way(NamedTuple):
     phases: tuple[str, ...] = PHASES
 
 
-class Network(NamedTuple):
-    """A network, and the ways to run it by name.
+def step(
+    model: nn.Module, forward: Callable[[Any], Tensor], loss: Callable[[Any, Tensor], Tensor]
+) -> Callable[[Any, bool], Tensor]:
+    """Return a step of `model` for `Way.compute`; gradients replace those of the previous step.
 
-    Attributes:
-        model: the module that has the parameters of the way by hand.
-        cells: a sample -> the number of cells that run for it.
+    Args:
+        forward: the output of `Way.construct` -> results.
+        loss: the output of `Way.construct` and results -> the loss.
     """
-
-    model: nn.Module
-    cells: Callable[[Any], int]
-    ways: dict[str, Way]
-
-
-def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Loss) -> Callable[[Any, bool], Tensor]:
-    """Return a step of `model` for `Way.compute`; gradients replace those of the previous step."""
 
     def compute(made: Any, training: bool) -> Tensor:
         with torch.inference_mode(not training):
@@ -75,7 +58,7 @@ def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Loss) -> Call
     return compute
 
 
-def one_by_one(model: nn.Module, loss: Loss) -> Way:
+def one_by_one(model: Any) -> Way:
     """Return the way to run `model.one` for each sample, each of which has its own backward pass."""
 
     def compute(samples: Sequence[Any], training: bool) -> float:
@@ -85,7 +68,7 @@ def one_by_one(model: nn.Module, loss: Loss) -> Way:
             for sample in samples:
                 results = model.one(sample)
                 if training:
-                    value = loss([sample], results if results.dim() > 1 else results[None])
+                    value = model.loss([sample], results if results.dim() > 1 else results[None])
                     value.backward()
                     total += value.item()
         return total
@@ -93,8 +76,8 @@ def one_by_one(model: nn.Module, loss: Loss) -> Way:
     return Way(list, compute)
 
 
-def batched(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> dict[str, Way]:
-    """Return the ways to run a model, one by one and batched under every strategy.
+def ways_of(model: Any, strategies: Sequence[Strategy]) -> dict[str, Way]:
+    """Return the ways to run a network, one by one and batched under every strategy.
 
     Plans are not cached, because every minibatch of an epoch is new.
     """
@@ -104,13 +87,12 @@ def batched(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> dic
             clear_plan_cache()
             return model.plan(samples, strategy.batching, strategy.sharing), samples
 
-        def forward(made: tuple) -> Tensor:
-            return model(made[0], strategy.defer)
-
-        compute = step(model, forward, lambda made, results: loss(made[1], results))
+        compute = step(
+            model, lambda made: model(made[0], strategy.defer), lambda made, results: model.loss(made[1], results)
+        )
         return Way(construct, compute, lambda made: len(made[0].schedule), phases_of(strategy))
 
-    return {PER_INSTANCE: one_by_one(model, loss)} | {each.name: way(each) for each in strategies}
+    return {PER_INSTANCE: one_by_one(model)} | {each.name: way(each) for each in strategies}
 
 
 def phases_of(strategy: Strategy) -> tuple[str, ...]:
@@ -125,19 +107,19 @@ def minibatches_of(samples: Sequence[Any], sizes: Sequence[int]) -> Sized:
         yield {"batch": size}, [samples[number * size : (number + 1) * size] for number in range(count)]
 
 
-def network_cases(network: Network, sized: Sized, phases: Sequence[str]) -> Iterator[Case]:
+def network_cases(model: Any, ways: Mapping[str, Way], sized: Sized, phases: Sequence[str]) -> Iterator[Case]:
     """Yield a case for each phase and for the minibatches of each size."""
     for size, minibatches in sized:
-        cells = mean(sum(map(network.cells, each)) for each in minibatches)
+        cells = mean(sum(map(model.cells, each)) for each in minibatches)
         for phase in phases:
             training = phase == "train"
             competitors = [
                 _competitor(name, way, cells, minibatches, training)
-                for name, way in network.ways.items()
+                for name, way in ways.items()
                 if phase in way.phases
             ]
-            facts = {"cells": cells, "minibatches": len(minibatches)}
-            yield Case({"phase": phase, **size}, len(minibatches[0]), competitors, PER_INSTANCE, facts)
+            setting = {"phase": phase, **size, "cells": cells, "minibatches": len(minibatches)}
+            yield Case(setting, len(minibatches[0]), competitors, PER_INSTANCE)
 
 
 def _competitor(name: str, way: Way, cells: float, minibatches: Sequence[Sequence[Any]], training: bool) -> Competitor:
@@ -155,220 +137,3 @@ def _competitor(name: str, way: Way, cells: float, minibatches: Sequence[Sequenc
         return {"calls": calls, "ratio": calls and cells / calls}
 
     return Competitor(name, measure, facts=facts)
-
-
-class Levels(NamedTuple):
-    """The vertices of binary trees by depth, the deepest first.
-
-    The children of a level's inner vertices, in order and left before right, are the vertices of the next deeper level.
-    """
-
-    words: Tensor
-    """(L,) words of the leaves, level by level."""
-    leaves: list[int]
-    """The number of leaves of each level."""
-    orders: list[Tensor | None]
-    """(G,) row of each vertex if a level's inner vertices come before its leaves; None where all are of one kind."""
-    trees: Sequence[Tree]
-
-    def run(self, leaves: States, inner: Callable[..., States]) -> States:
-        """Return the roots' states, (B, H) each.
-
-        Args:
-            leaves: the states of the leaves, (L, H) each.
-            inner: the children's states, (2 G, H) each, left and right in turn -> the states of G vertices.
-        """
-        states: States = ()
-        leaves_of_levels = zip(*(each.split(self.leaves) for each in leaves), strict=True)
-        for given, order in zip(leaves_of_levels, self.orders, strict=True):
-            states = inner(*states) if states else given
-            if order is not None:
-                states = tuple(torch.cat(pair).index_select(0, order) for pair in zip(states, given, strict=True))
-        return states
-
-
-def levels_of(trees: Sequence[Tree]) -> Levels:
-    """Return the levels of one or more binary trees; a level reads only the next deeper one."""
-    sizes_B = np.array([len(tree) for tree in trees])
-    start_B = np.cumsum(sizes_B) - sizes_B
-    children_N2 = np.concatenate([tree.children for tree in trees]) + np.repeat(start_B, sizes_B)[:, None]
-    is_leaf_N = np.concatenate([tree.children[:, 0] < 0 for tree in trees])
-    levels = [start_B + sizes_B - 1]
-    while not is_leaf_N[levels[-1]].all():
-        levels.append(children_N2[levels[-1][~is_leaf_N[levels[-1]]]].ravel())
-    leaves, orders = [], []
-    for level_G in reversed(levels):
-        is_leaf_G = is_leaf_N[level_G]
-        leaves.append(level_G[is_leaf_G])
-        row_G = np.argsort(np.argsort(is_leaf_G, kind="stable"))
-        orders.append(torch.from_numpy(row_G) if 0 < len(leaves[-1]) < len(level_G) else None)
-    words = torch.from_numpy(np.concatenate([tree.words for tree in trees])[np.concatenate(leaves)])
-    return Levels(words, list(map(len, leaves)), orders, trees)
-
-
-def tree_network(model: BinaryTreeNetwork, loss: Loss, cells: Callable[[Tree], int], strategies: Sequence) -> Network:
-    """Return a network on binary trees, and the ways to run it."""
-
-    def by_hand(levels: Levels) -> Tensor:
-        def inner(*states: Tensor) -> States:
-            return model.inner_state(*(each.view(-1, 2, each.shape[1]) for each in states))
-
-        return model.head(levels.run(model.leaf_state(model.embedding(levels.words)), inner)[0])
-
-    compute = step(model, by_hand, lambda levels, results: loss(levels.trees, results))
-    hand = {LEVELS: Way(levels_of, compute, lambda levels: len(levels.orders))}
-    return Network(model, cells, batched(model, strategies, loss) | hand)
-
-
-def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
-    """Return a binary Tree-LSTM, which has a cell at every vertex of a tree."""
-
-    def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
-        return cross_entropy(scores, torch.tensor([tree.label for tree in trees]), reduction="sum")
-
-    return tree_network(BinaryTreeLSTM(words, width), loss, len, strategies)
-
-
-def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
-    """Return Tree-FC: relu(W [left; right] + b) at every inner vertex (Looks et al. 2017); leaves have no cell."""
-
-    def cells(tree: Tree) -> int:
-        return tree.num_leaves - 1
-
-    return tree_network(TreeFC(words, width), lambda _, roots: roots.sum(), cells, strategies)
-
-
-def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
-    """Return a child-sum Tree-LSTM, which has a cell at every word, and compares the two sentences of a pair.
-
-    The same code runs one pair after the other and in a lazy scope (Zha et al. 2019, Just-in-Time Dynamic-Batching,
-    section 5): by modules under every strategy, and by operators under the last strategy. Planning counts as
-    computation.
-    """
-    model = ChildSumTreeLSTM(words, width=width, ratings=RATINGS)
-
-    def loss(pairs: Sequence[TreePair], scores: Tensor) -> Tensor:
-        """Return the cross-entropy with ratings whose mean is the relatedness (Tai et al. 2015, section 4.2)."""
-        related = torch.tensor([pair.relatedness for pair in pairs])
-        ratings = (1 - (related[:, None] - torch.arange(1, RATINGS + 1)).abs()).clamp(min=0)
-        return cross_entropy(scores, ratings, reduction="sum")
-
-    def in_scope(strategy: Strategy, granularity: str) -> Way:
-        options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer, "scheduler": strategy.batching}
-
-        def run(pairs: Sequence[TreePair]) -> tuple[Tensor, Any]:
-            clear_plan_cache()
-            return model(pairs, granularity=granularity, **options)
-
-        def calls(pairs: Sequence[TreePair]) -> int:
-            with torch.no_grad():
-                return run(pairs)[1].report().calls
-
-        phases = PHASES if granularity == "op" else phases_of(strategy)
-        return Way(list, step(model, lambda pairs: run(pairs)[0], loss), calls, phases)
-
-    ways = {PER_INSTANCE: one_by_one(model, loss)} | {each.name: in_scope(each, "module") for each in strategies}
-    ways |= {f"{each.name}, operators": in_scope(each, "op") for each in strategies[-1:]}
-    return Network(model, lambda pair: len(pair.left) + len(pair.right), ways)
-
-
-def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:
-    """Return words and tags of sentences in the packed form that `nn.LSTM` reads, (P,) indices each."""
-    words, tags, _ = zip(*sentences, strict=True)
-    return tuple(pack_sequence(list(map(torch.from_numpy, each)), enforce_sorted=False) for each in (words, tags))
-
-
-class PackedTagger(nn.Module):
-    """The tagger with `nn.LSTM` and equal weights (Qiao & Taura 2019, section 4.1)."""
-
-    def __init__(self, model: Tagger, width: int):
-        super().__init__()
-        self.embedding, self.hidden, self.tags = model.embedding, model.hidden, model.tags
-        self.lstm = nn.LSTM(model.embedding.embedding_dim, width, bidirectional=True)
-        for end, inputs, recurrent in zip(("", "_reverse"), model.lstm.inputs, model.lstm.recurrent, strict=True):
-            given = {"weight_ih": inputs.weight, "weight_hh": recurrent.weight, "bias_ih": inputs.bias}
-            for name, weights in {**given, "bias_hh": torch.zeros_like(inputs.bias)}.items():
-                i, o, f, u = weights.detach().chunk(4)
-                getattr(self.lstm, f"{name}_l0{end}").data.copy_(torch.cat([i, f, u, o]))  # the order of nn.LSTM
-
-    def forward(self, packed: tuple[PackedSequence, PackedSequence]) -> Tensor:
-        """Return (P, tags) scores, in the order of the packed tags."""
-        x_P, sizes, *_ = packed[0]
-        h_P, _ = self.lstm(PackedSequence(self.embedding(x_P), sizes))
-        return self.tags(self.hidden(h_P.data).tanh())
-
-
-def tagger_network(words: int, width: int, strategies: Sequence[Strategy], letters: int | None = None) -> Network:
-    """Return a tagger of sentences, which has a cell at every word in each direction.
-
-    If there are `letters`, rare words are spelled, by a cell at every letter in each direction. There is then no packed
-    `nn.LSTM` to compare with.
-    """
-    model = Tagger(words, TAGS, letters, width=width)
-    hand = PackedTagger(model, width)
-
-    def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
-        tags_W = torch.from_numpy(np.concatenate([sentence.tags for sentence in sentences]))
-        return cross_entropy(scores, tags_W, reduction="sum")
-
-    def cells(sentence: Sentence) -> int:
-        return 2 * (len(sentence.words) + (0 if letters is None else sum(map(len, sentence.spelled))))
-
-    compute = step(hand, hand, lambda packed, scores: cross_entropy(scores, packed[1].data, reduction="sum"))
-    by_hand = {PACKED: Way(pack, compute)} if letters is None else {}
-    return Network(hand, cells, batched(model, strategies, loss) | by_hand)
-
-
-def tree_lstm(
-    strategies: Sequence[Strategy],
-    batch_sizes: Sequence[int],
-    cell: str,
-    width: int | None,
-    words: int,
-    phases: Sequence[str],
-    seed: int,
-) -> Benchmark:
-    """Return the comparisons at every minibatch size, on trees like those of SST or pairs of trees like those of SICK.
-
-    Args:
-        cell: `binary` or `child-sum`.
-    """
-    binary, count = cell == "binary", max(*batch_sizes, MIN_SAMPLES)
-    make, like = (binary_network, sst_like) if binary else (child_sum_network, sick_like)
-    width = width or (256 if binary else 150)
-    samples = like(count, words, np.random.default_rng(seed))
-    cases = network_cases(make(words, width, strategies), minibatches_of(samples, batch_sizes), phases)
-    return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words", cases, "tree" if binary else "pair")
-
-
-def tree_fc(
-    strategies: Sequence[Strategy],
-    leaves: Sequence[int],
-    batch_size: int,
-    width: int,
-    words: int,
-    phases: Sequence[str],
-    seed: int,
-) -> Benchmark:
-    """Return the comparisons at every size of tree, the smallest first."""
-    rng = np.random.default_rng(seed)
-    sized = (({"leaves": size}, [complete_trees(batch_size, size, words, rng)]) for size in sorted(leaves))
-    cases = network_cases(tree_fc_network(words, width, strategies), sized, phases)
-    return Benchmark(f"Tree-FC, width {width}, {words} words, complete binary trees", cases, "tree")
-
-
-def tagger(
-    strategies: Sequence[Strategy],
-    batch_sizes: Sequence[int],
-    characters: bool,
-    width: int,
-    words: int,
-    phases: Sequence[str],
-    seed: int,
-) -> Benchmark:
-    """Return the comparisons at every minibatch size, on sentences like those of WikiNER."""
-    samples = wikiner_like(max(*batch_sizes, MIN_SAMPLES), words, TAGS, LETTERS, np.random.default_rng(seed))
-    network = tagger_network(words, width, strategies, LETTERS if characters else None)
-    cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
-    spelled = "rare words spelled" if characters else "one vector for all rare words"
-    return Benchmark(f"BiLSTM tagger, width {width}, {words} words, {spelled}", cases, "sentence")

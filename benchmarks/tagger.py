@@ -1,13 +1,13 @@
-"""Taggers of words: a bidirectional LSTM over each sentence, by vertex functions; rare words may be spelled.
+"""Compare ways to run taggers of words, bidirectional LSTMs over sentences, in which rare words may be spelled.
 
 Sentences are generated with the lengths of those of WikiNER's English part. A rare word has no vector of its own. A
 tagger without letters has one vector for all such words; a tagger with letters represents each by the states of a
 smaller bidirectional LSTM over its letters (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic Computation
 Graphs, section 5; Qiao & Taura 2019, section 4.1). Each direction is a chain of vertices, and all sentences run side by
-side.
+side, by vertex functions or, for a tagger without letters, by PyTorch's own LSTM.
 
 Shapes: W words of a minibatch (or items of all sequences), T of a sentence, R rows of vectors, L letters and S spelled
-words of a minibatch, H width, E embedding.
+words of a minibatch, P words of packed sentences, H width, E embedding.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from benchmarks.tree_networks import lstm_state
-from benchmarks.trees import lengths, zipf
+from benchmarks.networks import Way, minibatches_of, network_cases, step, ways_of
+from benchmarks.trees import lengths, lstm_state, zipf
 from iep.batching.layers import Linear
 from iep.batching.schedulers import Schedule
+from iep.bench.compare import MIN_SAMPLES, Benchmark
+from iep.bench.strategy import Strategy
 from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
 
+PACKED = "packed nn.LSTM"
+TAGS, LETTERS = 9, 64
+"""The numbers of tags and of letters."""
 UNKNOWN_WORD = 0
 """The index of all rare words."""
-WORDS, LETTERS = (24.5, 11.0), (8.0, 2.5)
+SENTENCE_LENGTHS, WORD_LENGTHS = (24.5, 11.0), (8.0, 2.5)
 """The mean and standard deviation of the lengths of sentences in WikiNER's English part, and of rare words."""
 RARE_SHARE = 0.08
 """The share of rare words in a text of 3.5 million words that follow Zipf's law."""
@@ -50,10 +57,10 @@ def wikiner_like(count: int, words: int, tags: int, letters: int, rng: np.random
     Tags and the letters of rare words are drawn uniformly.
     """
     made = []
-    for length in lengths(count, *WORDS, 1, 120, rng).tolist():
+    for length in lengths(count, *SENTENCE_LENGTHS, 1, 120, rng).tolist():
         drawn = 1 + zipf(length, words - 1, rng)
         rare = rng.random(length) < RARE_SHARE
-        spelled = [rng.integers(0, letters, size) for size in lengths(rare.sum(), *LETTERS, 1, 25, rng)]
+        spelled = [rng.integers(0, letters, size) for size in lengths(rare.sum(), *WORD_LENGTHS, 1, 25, rng)]
         made.append(Sentence(np.where(rare, UNKNOWN_WORD, drawn), rng.integers(0, tags, length), spelled))
     return made
 
@@ -218,5 +225,67 @@ class Tagger(nn.Module):
             vectors[index] = torch.cat([h[-1, FORWARD], h[0, BACKWARD]])
         return self._scores(self.lstm.one(torch.stack(vectors)))
 
+    def cells(self, sentence: Sentence) -> int:
+        """Return the number of cells, one for each word and each spelled letter in each direction."""
+        return 2 * (len(sentence.words) + (sum(map(len, sentence.spelled)) if self.spells else 0))
+
+    def loss(self, sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
+        """Return the cross-entropy of the words' tags, summed over words."""
+        tags_W = torch.from_numpy(np.concatenate([sentence.tags for sentence in sentences]))
+        return cross_entropy(scores, tags_W, reduction="sum")
+
     def _scores(self, h_W2H: Tensor) -> Tensor:
         return self.tags(self.hidden(h_W2H.flatten(1)).tanh())
+
+
+def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:
+    """Return words and tags of sentences in the packed form that `nn.LSTM` reads, (P,) indices each."""
+    words, tags, _ = zip(*sentences, strict=True)
+    return tuple(pack_sequence(list(map(torch.from_numpy, each)), enforce_sorted=False) for each in (words, tags))
+
+
+class PackedTagger(nn.Module):
+    """The tagger with `nn.LSTM` and equal weights (Qiao & Taura 2019, section 4.1)."""
+
+    def __init__(self, model: Tagger):
+        super().__init__()
+        self.embedding, self.hidden, self.tags = model.embedding, model.hidden, model.tags
+        self.lstm = nn.LSTM(model.embedding.embedding_dim, model.lstm.width, bidirectional=True)
+        for end, inputs, recurrent in zip(("", "_reverse"), model.lstm.inputs, model.lstm.recurrent, strict=True):
+            given = {"weight_ih": inputs.weight, "weight_hh": recurrent.weight, "bias_ih": inputs.bias}
+            for name, weights in {**given, "bias_hh": torch.zeros_like(inputs.bias)}.items():
+                i, o, f, u = weights.detach().chunk(4)
+                getattr(self.lstm, f"{name}_l0{end}").data.copy_(torch.cat([i, f, u, o]))  # the order of nn.LSTM
+
+    def forward(self, packed: tuple[PackedSequence, PackedSequence]) -> Tensor:
+        """Return (P, tags) scores, in the order of the packed tags."""
+        x_P, sizes, *_ = packed[0]
+        h_P, _ = self.lstm(PackedSequence(self.embedding(x_P), sizes))
+        return self.tags(self.hidden(h_P.data).tanh())
+
+
+def tagger_ways(model: Tagger, strategies: Sequence[Strategy]) -> dict[str, Way]:
+    """Return the ways to run a tagger; only one that does not spell can be run by `nn.LSTM`."""
+    ways = ways_of(model, strategies)
+    if not model.spells:
+        packed = PackedTagger(model)
+        loss = partial(cross_entropy, reduction="sum")
+        ways[PACKED] = Way(pack, step(packed, packed, lambda made, scores: loss(scores, made[1].data)))
+    return ways
+
+
+def tagger(
+    strategies: Sequence[Strategy],
+    batch_sizes: Sequence[int],
+    characters: bool,
+    width: int,
+    words: int,
+    phases: Sequence[str],
+    seed: int,
+) -> Benchmark:
+    """Return the comparisons at every minibatch size, on sentences like those of WikiNER."""
+    samples = wikiner_like(max(*batch_sizes, MIN_SAMPLES), words, TAGS, LETTERS, np.random.default_rng(seed))
+    model = Tagger(words, TAGS, LETTERS if characters else None, width=width)
+    cases = network_cases(model, tagger_ways(model, strategies), minibatches_of(samples, batch_sizes), phases)
+    spelled = "rare words spelled" if characters else "one vector for all rare words"
+    return Benchmark(f"BiLSTM tagger, width {width}, {words} words, {spelled}", cases, "sentence")

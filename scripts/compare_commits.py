@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="Comma-separated list of numbers of CPU threads.")
     parser.add_argument("--rounds", type=int, default=15, help="Number of rounds of measuring.")
     parser.add_argument("--only", default="", help="Run only cases whose names begin with this text, such as planning.")
-    parser.add_argument("--out", type=Path, help="Directory for the tables and all results (JSON).")
+    parser.add_argument("--out", type=Path, help="Directory for all results (JSON).")
     options = parser.parse_args()
     programs = options.before / ".compared_programs.npz"
     workers = {name: Worker(getattr(options, name), programs) for name in ("before", "now")}

@@ -33,15 +33,16 @@ def measure(*arguments: object) -> Result:
 
 
 def report_of(result: Result, out: Path, name: str) -> list[dict[str, Any]]:
-    """Return the comparisons of a benchmark's JSON, whose files must be whole and name every row."""
+    """Return the comparisons of a benchmark's JSON; what it printed must name the command and every row."""
     assert result.exit_code == 0, result.output
-    assert {path.name for path in out.iterdir()} == {f"{name}.json", f"{name}.txt"}
-    report, table = json.loads((out / f"{name}.json").read_text()), (out / f"{name}.txt").read_text()
-    assert table.startswith(f"$ {report['command']}\n")
+    assert [path.name for path in out.iterdir()] == [f"{name}.json"]
+    report = json.loads((out / f"{name}.json").read_text())
+    assert result.stdout.startswith(f"$ {report['command']}\n")
     assert report["command"].startswith((f"iep-bench {name} ", f"python -m benchmarks {name} "))
-    assert all(line in result.stdout for line in table.splitlines())
-    assert len(table.split("\n\n")) == 1 + len(report["comparisons"])
-    for comparison in report["comparisons"]:
-        for row in comparison["rows"]:
-            assert f"\n{row['name']} " in table
+    _, *tables, written = result.stdout.split("\n\n")
+    assert written == f"Wrote {out / name}.json\n"
+    for table, comparison in zip(tables, report["comparisons"], strict=True):
+        _, _, *lines = table.splitlines()
+        for line, row in zip(lines, comparison["rows"], strict=True):
+            assert line.startswith(f"{row['name']} ")
     return report["comparisons"]

@@ -1,8 +1,6 @@
 """`python -m benchmarks`: every comparison has its rows, its ways compute the same, and errors are one line."""
 
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +9,24 @@ import pytest
 import torch
 from batching_cases import assert_same, with_gradients
 from bench_cases import laboratory, report_of
-from tiny_data import assert_one_error, tiny
+from tiny_data import assert_one_error
+from torch import nn
 
 from benchmarks import dynet, experts
 from benchmarks.experts import BATCHED, ONE_BY_ONE, Experts, uniform_experts
-from benchmarks.networks import (
-    LEVELS,
-    PACKED,
-    PER_INSTANCE,
-    Network,
-    binary_network,
-    child_sum_network,
-    tagger_network,
-    tree_fc_network,
+from benchmarks.networks import PER_INSTANCE, ways_of
+from benchmarks.tagger import PACKED, UNKNOWN_WORD, Tagger, tagger_ways, wikiner_like
+from benchmarks.trees import (
+    BinaryTreeLSTM,
+    ChildSumTreeLSTM,
+    Tree,
+    TreeFC,
+    complete_trees,
+    scope_ways,
+    sick_like,
+    sst_like,
+    tree_from_parents,
 )
-from benchmarks.tagger import UNKNOWN_WORD, wikiner_like
-from benchmarks.trees import Tree, complete_trees, sick_like, sst_like, tree_from_parents
 from iep.bench.strategy import parse_strategies
 
 WORDS, TAGS, LETTERS = 20, 9, 5
@@ -37,29 +37,30 @@ QUICK = ("--repeat", 1, "--threads", 1, "--width", 4, "--words", 30)
 # Networks
 
 
-SAMPLES: dict[str, tuple[Callable[..., Network], Callable[[np.random.Generator], list]]] = {
-    "binary": (binary_network, lambda rng: [*sst_like(9, WORDS, rng), LONE]),
-    "child-sum": (child_sum_network, lambda rng: sick_like(5, WORDS, rng)),
-    "full of 7": (tree_fc_network, lambda rng: complete_trees(3, 7, WORDS, rng)),
-    "tagger": (tagger_network, lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng)),
-    "tagger that spells": (
-        partial(tagger_network, letters=LETTERS),
-        lambda rng: wikiner_like(7, WORDS, TAGS, LETTERS, rng),
-    ),
+def sentences(rng: np.random.Generator) -> list:
+    return wikiner_like(7, WORDS, TAGS, LETTERS, rng)
+
+
+SAMPLES: dict[str, tuple[Callable[[], nn.Module], Callable, Callable[[np.random.Generator], list]]] = {
+    "binary": (lambda: BinaryTreeLSTM(WORDS, 6), ways_of, lambda rng: [*sst_like(9, WORDS, rng), LONE]),
+    "child-sum": (lambda: ChildSumTreeLSTM(WORDS, width=6), scope_ways, lambda rng: sick_like(5, WORDS, rng)),
+    "full of 7": (lambda: TreeFC(WORDS, 6), ways_of, lambda rng: complete_trees(3, 7, WORDS, rng)),
+    "tagger": (lambda: Tagger(WORDS, TAGS, None, width=6), tagger_ways, sentences),
+    "tagger that spells": (lambda: Tagger(WORDS, TAGS, LETTERS, width=6), tagger_ways, sentences),
 }
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_way_computes_the_same_loss_and_gradients(name: str):
     torch.manual_seed(0)
-    make, draw = SAMPLES[name]
-    network = make(WORDS, 6, parse_strategies("height,lookahead+sharing,lookahead+defer"))
-    samples, losses, gradients = draw(np.random.default_rng(0)), [], []
-    for each, way in network.ways.items():
+    make, ways_of_model, draw = SAMPLES[name]
+    model, samples, losses, gradients = make(), draw(np.random.default_rng(0)), [], []
+    strategies = parse_strategies("height,lookahead+sharing,lookahead+defer")
+    for each, way in ways_of_model(model, strategies).items():
         way.compute(way.construct(samples), False)
         losses.append(float(way.compute(way.construct(samples), True)))
         if each != PACKED:
-            gradients.append({name: weight.grad for name, weight in network.model.named_parameters()})
+            gradients.append({name: weight.grad for name, weight in model.named_parameters()})
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
     for other in gradients[1:]:
         for weight, expected in gradients[0].items():
@@ -69,21 +70,21 @@ def test_every_way_computes_the_same_loss_and_gradients(name: str):
 
 
 @pytest.mark.parametrize(
-    ("command", "given", "hand", "unit"),
+    ("command", "given", "own", "unit"),
     [
-        ("tree-lstm", ("--batch-sizes", 33), LEVELS, "batch"),
-        ("tree-fc", ("--leaves", "8,2", "--batch-size", 3), LEVELS, "leaves"),
-        ("tagger", ("--batch-sizes", 33), PACKED, "batch"),
+        ("tree-lstm", ("--batch-sizes", 33), [], "batch"),
+        ("tree-fc", ("--leaves", "8,2", "--batch-size", 3), [], "leaves"),
+        ("tagger", ("--batch-sizes", 33), [PACKED], "batch"),
     ],
 )
-def test_every_way_is_measured_in_its_phases(command: str, given: tuple, hand: str, unit: str, tmp_path: Path):
+def test_every_way_is_measured_in_its_phases(command: str, given: tuple, own: list[str], unit: str, tmp_path: Path):
     result = laboratory(command, *QUICK, *given, "--batching", "height,lookahead+defer", "--out", tmp_path)
     comparisons = report_of(result, tmp_path, command)
     assert [each["phase"] for each in comparisons] == ["train", "inference"] * (len(comparisons) // 2)
     assert [each[unit] for each in comparisons] == sorted(each[unit] for each in comparisons)
     for each in comparisons:
         deferred = ["lookahead+defer"] if each["phase"] == "train" else []
-        assert [row["name"] for row in each["rows"]] == [PER_INSTANCE, "height", *deferred, hand]
+        assert [row["name"] for row in each["rows"]] == [PER_INSTANCE, "height", *deferred, *own]
         height = each["rows"][1]
         assert height["facts"]["ratio"] == pytest.approx(each["cells"] / height["facts"]["calls"])
         assert set(height["seconds"]) == {"construction", "computation", "total"}
@@ -153,7 +154,7 @@ def test_batched_experts_give_the_outputs_and_gradients_of_one_token_at_a_time(k
     assert_same(with_gradients({"outputs": layer(x, chosen, gates)}, leaves), one_by_one, 1e-4, rounding=1e-5)
 
 
-# The loader and several processes
+# The loader
 
 
 def test_every_source_has_a_row_and_generated_data_are_removed(tmp_path: Path):
@@ -164,25 +165,6 @@ def test_every_source_has_a_row_and_generated_data_are_removed(tmp_path: Path):
     for each in comparisons:
         assert [row["name"] for row in each["rows"]] == names
         assert all(row["facts"]["GB/s"] > 0 and row["seconds"]["batch"]["repeats"] == 2 for row in each["rows"])
-
-
-def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
-    (tmp_path / "lstm.yaml").write_text("model: lstm\n")
-    given = ("--data", data, "--config", tmp_path / "lstm.yaml", "--processes", 1, "--iterations", 4, "--repeat", 1)
-    result = laboratory("processes", *given, "--out", tmp_path / "out", *tiny("lstm"))
-    (comparison,) = report_of(result, tmp_path / "out", "processes")
-    assert [(row["name"], row["speedup"]) for row in comparison["rows"]] == [("1 process", 1.0)]
-
-
-def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A script that fails replaces torchrun, whose start takes seconds."""
-    failing = tmp_path / "python"
-    failing.write_text("#!/bin/sh\necho 'Error: vocab.json: no such file' >&2\nexit 1\n")
-    failing.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(failing))
-    (tmp_path / "lstm.yaml").write_text("model: lstm\n")
-    result = laboratory("processes", "--data", tmp_path, "--config", tmp_path / "lstm.yaml", "--processes", 1)
-    assert_one_error(result, "training with 1 processes failed", "vocab.json: no such file")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ def test_every_way_to_train_has_its_row_on_threads_and_simulated(tmp_path: Path)
         assert [row["name"] for row in each["rows"]] == ["synchronous", "flush every 4 instances", "asynchronous"]
         assert synchronous["greatest staleness"] == flushed["greatest staleness"] == 0
         assert (synchronous["updates per epoch"], flushed["updates per epoch"]) == (5 * 4, 2 * 4)  # instances, ops
-        assert synchronous["updates"] == {"Embedding": 5, "Linear": 5, "Cell 2": 5, "Cell 3": 5}
         assert 0 < asynchronous["mean staleness"] <= asynchronous["greatest staleness"]
 
 
@@ -48,9 +47,8 @@ def test_an_engine_trains_on_preprocessed_questions(data: Path, tmp_path: Path):
     given = ("--data", data, "--config", tmp_path / "ee.yaml", "engine.modules=tbd")
     for each in measured(tmp_path / "out", *small, *given, experiment="engine")["comparisons"]:
         assert each["instances"] == 4
-        for updates in (row["facts"]["updates"] for row in each["rows"]):
-            assert {"stem", "exist", "classifier"} <= updates.keys()
-            assert updates["classifier"] in (1, 4)
+        synchronous, flushed, _ = (row["facts"]["updates per epoch"] for row in each["rows"])
+        assert synchronous > flushed > 3  # one update of the stem, the classifier and the modules at least
 
 
 def test_lists_of_settings_have_a_row_for_each_combination(tmp_path: Path):

@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 import iep
 from iep.evaluation.json_report import align_rows
-from iep.runtime.files import check_writable, write_bytes, write_json
+from iep.runtime.files import check_writable, write_json
 
 TOTAL = "total"
 MIN_REPEATS, MIN_SAMPLES = 3, 64
@@ -50,17 +50,17 @@ class Case:
     """The work of one comparison.
 
     Attributes:
-        setting: what distinguishes it from other cases, such as `{"phase": "train", "batch": 64}`.
+        setting: what distinguishes it from other cases, such as `{"phase": "train", "batch": 64}`, and what is known
+            about its minibatches.
         size: samples of a minibatch.
         baseline: the name of the competitor that speed-ups are relative to; None for no speed-ups.
         warm_up: whether to run a first round that does not count.
     """
 
-    setting: Mapping[str, str | int]
+    setting: Mapping[str, Fact]
     size: int
     competitors: Sequence[Competitor]
     baseline: str | None = None
-    facts: Mapping[str, Fact] = field(default_factory=dict)
     warm_up: bool = True
 
 
@@ -134,30 +134,27 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def run_benchmark(
     benchmark: Benchmark, repeat: int, max_seconds: float, command: str, name: str = "", out: Path | None = None
 ) -> None:
-    """Measure every case, print its table, and write `NAME.txt` and `NAME.json` to `out`, if given.
+    """Measure every case, print its table, and write all values to `out/NAME.json`, if `out` is given.
 
-    The files are rewritten after every comparison, so that an interruption loses only the comparison that it
-    interrupts.
+    The file is rewritten after every comparison, so that an interruption loses only the comparison that it interrupts.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: the file cannot be written.
     """
-    text, data = files = [(out or Path()) / f"{name}{ending}" for ending in (".txt", ".json")]
-    if out is not None:
-        check_writable(files)
+    file = None if out is None else out / f"{name}.json"
+    if file is not None:
+        check_writable([file])
     head = {"command": command, "machine": machine_line(benchmark.device), "description": benchmark.description}
-    texts, comparisons = ["\n".join([f"$ {command}", head["machine"], benchmark.description])], []
-    print(texts[0], flush=True)
+    print("$", "\n".join(head.values()), flush=True)
+    comparisons = []
     for case in benchmark.cases:
         rows = compare(case, repeat, max_seconds)
-        texts.append(table(case, rows, benchmark.unit))
-        print(f"\n{texts[-1]}", flush=True)
-        comparisons.append({**case.setting, **case.facts, "size": case.size, "baseline": case.baseline, "rows": rows})
-        if out is not None:
-            write_json(data, {**head, "comparisons": comparisons}, indent=2)
-            write_bytes(text, ("\n\n".join(texts) + "\n").encode())
-    if out is not None:
-        print(f"\nWrote {', '.join(map(str, files))}")
+        print(f"\n{table(case, rows, benchmark.unit)}", flush=True)
+        comparisons.append({**case.setting, "size": case.size, "baseline": case.baseline, "rows": rows})
+        if file is not None:
+            write_json(file, {**head, "comparisons": comparisons}, indent=2)
+    if file is not None:
+        print(f"\nWrote {file}")
 
 
 def machine_line(device: torch.device) -> str:
@@ -174,8 +171,7 @@ def machine_line(device: torch.device) -> str:
 
 def table(case: Case, rows: Sequence[Row], unit: str) -> str:
     """Return a title and a table with a line for each row."""
-    setting = {**case.setting, **case.facts}.items()
-    shown = ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in setting)
+    shown = ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in case.setting.items())
     rounds = max(row["seconds"][TOTAL]["repeats"] for row in rows)
     title = f"{shown}; milliseconds for {case.size} {unit}{'s' * (case.size > 1)}, median of up to {rounds} rounds"
     lines = []

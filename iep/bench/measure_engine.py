@@ -128,8 +128,9 @@ def engine_benchmark(
         if sharing:  # without sharing, minibatches have more nodes
             fit_template(engine, sample, size, min(sharing))
         competitors = [competitor([Step(engine, strategy, each, first) for each in minibatches]) for strategy in chosen]
-        facts = {"images": mean(len(each.features_NCHW) for each in minibatches), "minibatches": count}
-        return Case({"phase": phase, "questions": size}, size, competitors, "vanilla", facts)
+        images = mean(len(each.features_NCHW) for each in minibatches)
+        setting = {"phase": phase, "questions": size, "images": images, "minibatches": count}
+        return Case(setting, size, competitors, "vanilla")
 
     cases = (case(size, phase) for size, phase in product(sorted(batch_sizes), phases))
     return Benchmark(description, cases, "question", first)

@@ -1,4 +1,4 @@
-"""`iep-bench`: measure the speed of the execution engine, and show schedules."""
+"""`iep-bench`: measure the speed of the execution engine, and print schedules."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def choices(flag: str, name: str, known: tuple[str, ...], what: str) -> Callable
     return option(flag, name, type=CommaList(click.Choice(known)), default=",".join(known), help=what)
 
 
-out = option("--out", type=DirectoryPath(), help="Directory for the text and all values (JSON).")
+out = option("--out", type=DirectoryPath(), help="Directory for a file of all values (JSON).")
 seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of all random numbers.")
 threads = option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]")
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
@@ -91,10 +91,10 @@ def run(ctx: click.Context, make: Callable, **given: Any) -> None:
 
 @click.group("iep-bench", cls=CommandGroup)
 def main() -> None:
-    """Measure the execution engine, and show schedules.
+    """Measure the execution engine, and print schedules.
 
     benchmarks/README.md in the repository explains the rows and columns of the tables. There, `python -m benchmarks`
-    measures the data loader, several processes, and other networks.
+    measures the data loader and other networks.
     """
 
 
@@ -137,13 +137,11 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 @option("--modules", metavar="|".join(MODULES), default=EngineConfig.modules, help="Set of modules, as iep-train's.")
 @option("--scene", type=click.Choice(SCENES), default=EngineConfig.scene, help="What computes the scene.")
 @placement_options
-@out
 def plan(**given: Any) -> None:
-    """Show which nodes of which programs run in which module call.
+    """Print which nodes of which programs run in which module call.
 
     For example: iep-bench plan --program "count filter_color[red] scene". A node is named
-    example.token, where both numbers begin at 0. With --out, an SVG shows the calls of the first
-    of several strategies.
+    example.token, where both numbers begin at 0.
     """
     if bool(given["programs"]) == (given["data"] is not None):
         raise click.UsageError("expected either --program or --data")
