@@ -105,7 +105,7 @@ def test_modules_with_the_convolution_for_kernels_run_by_them_and_others_by_call
         (["--modules", "gated:Absent"], "has no attribute 'Absent'"),
         (["--modules", "gatd"], "engine.modules is 'gatd', expected one of iep, tbd, pooled, vector"),
         (["--modules", "gated:GatedModules", "engine.module_settings.dept=2"], "unexpected keyword argument 'dept'"),
-        (["--modules", "tbd", "engine.module_settings.depth=2"], "AttentionModules.__init__() got an unexpected"),
+        (["--modules", "tbd", "engine.module_settings.depth=2"], "the settings of modules tbd: got an unexpected"),
         (["--modules", "odd:OfPairsModules"], "the role of 'exist' has 2 arguments, expected 1, its arity"),
     ],
 )

@@ -134,7 +134,12 @@ def test_an_answer_says_what_it_is_in_one_line_and_is_drawn_to_a_figure_or_a_fil
         (lambda model: model.ask(IMAGE), "there is neither a question nor a program; give one of them"),
         (lambda model: model.ask(IMAGE, [QUESTION], program=["scene"] * 2), "1 questions for 2 programs: .* or none"),
         (lambda model: model.ask(5, QUESTION), "the image is of type int, expected a path, an image of Pillow, an .*"),
-        (lambda model: model.ask(np.zeros((4, 4, 3)), QUESTION), "the image: Cannot handle this data type: .*"),
+        (
+            lambda model: model.ask(np.zeros((4, 4, 3)), QUESTION),
+            r"the image is ndarray \(4, 4, 3\) of float64, expected .*",
+        ),
+        (lambda model: model.ask(torch.full((3, 4, 4), 9.0), QUESTION), r".* Tensor \(3, 4, 4\) of torch.float32, .*"),
+        (lambda model: model.ask(Image.new("I;16", (4, 4)), QUESTION), "is an image of mode I;16, expected 8 bits .*"),
         (lambda model: model.ask(IMAGE, QUESTION).draw("a.txt"), "a.txt: Format 'txt' is not supported .*"),
         (
             lambda model: model.ask(IMAGE, QUESTION).draw(saliency="x"),

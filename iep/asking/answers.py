@@ -42,20 +42,23 @@ class Words:
     """A line about each of these words."""
 
 
-def read_question(text: str, vocab: Vocab) -> Words:
+def read_question(text: str, vocab: Vocab, is_read: bool = True) -> Words:
     """Encode a question; words that are not in the vocabulary become `<UNK>`.
 
     Words that differ from known ones in capital letters are taken as these. Spaces around the question are dropped, and
     so are repeated spaces between words unless the vocabulary has an empty token.
 
+    Args:
+        is_read: a network reads the question; one that is asked with its program need not have known words.
+
     Raises:
-        InputError: the question has no word of the vocabulary.
+        InputError: a network reads the question, and it has no word of the vocabulary.
     """
     text = text.strip()
     known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
     words = [word for word in tokenize(text) if word or word in known]
     words = [known_form(word, known, is_first=position == 0) for position, word in enumerate(words)]
-    if not any(word in known and word.isalnum() for word in words):
+    if is_read and not any(word in known and word.isalnum() for word in words):
         raise InputError(f"the question {text!r} has no word of the vocabulary")
     unknown = dict.fromkeys(word for word in words if word not in known)
     indices = (known.get(word, UNK) for word in words)

@@ -13,10 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from iep.asking.answers import Answer, SeenImage, Words, read_each, read_program, read_question
@@ -38,12 +35,10 @@ from iep.models.checkpoint import (
 )
 from iep.preprocess.backbones import Backbone, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
-from iep.preprocess.images import open_image
+from iep.preprocess.images import ImageLike, open_image
 from iep.runtime.devices import resolve_device
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import NULL, Vocab
-
-ImageLike = Path | str | Image.Image | np.ndarray | Tensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,7 +79,7 @@ class Model:
             return SeenImage(None, None, None)
         if image is None:
             raise InputError(f"{self.path}: needs an image, and there is none")
-        pixels = open_image(_file_or_picture(image))
+        pixels = open_image(image)
         features_1CHW, found = image_features(pixels, self.backbone, self.dtype, self.device)
         name = image if isinstance(image, str | PathLike) else "the image"
         check_features(self._answering, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
@@ -125,7 +120,8 @@ class Model:
                 another number of questions than of programs; or there is no generator and no program, or a program for
                 a baseline.
         """
-        words = None if question is None else read_each("question", question, partial(read_question, vocab=self.vocab))
+        read = partial(read_question, vocab=self.vocab, is_read=program is None)
+        words = None if question is None else read_each("question", question, read)
         if program is None:
             if words is None:
                 raise InputError("there is neither a question nor a program; give one of them")
@@ -286,25 +282,6 @@ def load(
         **modules_of, run_predicted=own == "engine", beam_size=beam_size, max_program_length=max_program_length
     )
     return Model(path, networks, predictor, vocab, backbone, dtype, on)
-
-
-def _file_or_picture(image: object) -> Path | str | Image.Image:
-    """Return an image of Pillow for an array or a tensor, and other images as they are.
-
-    Raises:
-        InputError: the image is of another type, or the array or tensor has another shape or dtype.
-    """
-    if isinstance(image, np.ndarray | Tensor):
-        from torchvision.transforms.functional import to_pil_image
-
-        try:
-            return Image.fromarray(image) if isinstance(image, np.ndarray) else to_pil_image(image)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"the image: {error}") from None
-    if not isinstance(image, Path | str | Image.Image):
-        kinds = "a path, an image of Pillow, an array (H, W, 3) of uint8, or a tensor (3, H, W)"
-        raise InputError(f"the image is of type {type(image).__name__}, expected {kinds}")
-    return image
 
 
 def _describe(backbone: Backbone) -> str:

@@ -4,6 +4,7 @@ A set of modules is a class like those of `modules.py` and `tbd.py`; `roles.py` 
 package have names, and any other is named by its module and class, such as `mypackage.modules:Gated`.
 """
 
+import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,6 @@ def make_module_set(name: str, **settings: Any) -> "ModuleSet":
 
     Raises:
         ValueError: there is no such set, it cannot be imported, or it does not support the settings.
-        TypeError: the set has no such setting.
     """
     check_choice("modules", name, MODULES)
     file, _, class_name = _PACKAGES_OWN.get(name, name).partition(":")
@@ -116,4 +116,10 @@ def make_module_set(name: str, **settings: Any) -> "ModuleSet":
         hint = "; is it installed, or on PYTHONPATH?" if isinstance(error, ImportError) else ""
         found = f"{type(error).__name__}: {error}".rstrip(": ")
         raise ValueError(f"modules is {name!r}, and importing it failed with {found}{hint}") from error
+    if missing := [method for method in ("role", "make", "scene_values") if not callable(getattr(kind, method, None))]:
+        raise ValueError(f"modules is {name!r}, which has no method {missing[0]!r} and is no set of modules")
+    try:
+        inspect.signature(kind).bind(**settings)
+    except TypeError as error:
+        raise ValueError(f"the settings of modules {name}: {error}") from None
     return kind(**settings)

@@ -128,7 +128,7 @@ class ResidualModules:
     is the stem's output itself (Suarez & Zhu, section 1.2.2).
 
     Raises:
-        ValueError: `scene` has another value.
+        ValueError: `scene` has another value, or `context` is not true or false.
     """
 
     dim: int
@@ -139,6 +139,8 @@ class ResidualModules:
 
     def __post_init__(self) -> None:
         check_choice("scene", self.scene, SCENES)
+        if not isinstance(self.context, bool):
+            raise ValueError(f"module_settings.context is {self.context!r}, expected true or false")
 
     def role(self, token: str) -> Role | None:
         """Return the role of a token, of which all arguments and the result are maps."""
