@@ -123,8 +123,8 @@ class EngineConfig:
     module_residual: bool = True
     """Add the input of a block to its output."""
     module_norm: str = setting("none", choices=choices.NORMS)
-    """The norm after every convolution of a block: `batch` norm over the examples of a call, or over each `example` by
-    itself, as if examples ran one at a time."""
+    """The norm after every convolution of a block: `none`, or batch norm over each `example` by itself, as if examples
+    ran one at a time."""
     scene: str = setting("module", choices=choices.SCENES)
     """The value of `scene`: the output of a `module` on the stem's output, or the `stem`'s output itself."""
     stem: str = setting("conv", choices=choices.STEMS)
@@ -473,13 +473,23 @@ def only_used(config: Config) -> Config:
     return update(Config(), settings_of(config), "only used")
 
 
+def of_today(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted name, perhaps saved by an earlier version, without those of `FORMER`.
+
+    Batch norm of modules over a call is read as norm over each example, which has the same weights and computes the
+    same in evaluation.
+    """
+    kept = {name: value for name, value in settings.items() if value not in FORMER.get(name, ())}
+    return kept | ({"engine.module_norm": "example"} if kept.get("engine.module_norm") == "batch" else {})
+
+
 def saved_config(settings: Mapping[str, Any], source: str) -> Config:
     """Return the settings of a run that it has saved in the file `source`, perhaps by an earlier version.
 
     Raises:
         InputError: a setting is unknown or invalid.
     """
-    given = [(source, name, value) for name, value in flat(settings).items() if value not in FORMER.get(name, ())]
+    given = [(source, name, value) for name, value in of_today(flat(settings)).items()]
     return absolute(only_used(overridden(Config(), given)))
 
 

@@ -20,7 +20,7 @@ SETTINGS = {
     "pg": ("generator.dropout=0.5", "generator.num_layers=2"),
     "ee": (
         "engine.stem_norm=true",
-        "engine.module_norm=batch",
+        "engine.module_norm=example",
         "engine.classifier_norm=true",
         "engine.classifier_dropout=0.2",
     ),

@@ -248,16 +248,9 @@ def _fail(config: Config, out: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "problem"),
-    [
-        ("ee", ("engine.module_norm=batch",), "<END>.bn1 normalises over the examples of a call, and no process sees"),
-        ("lstm", ("lstm.classifier_norm=true",), "train in one process, without classifier_norm"),
-    ],
-)
-def test_what_several_processes_cannot_train_is_refused_by_all(data: Path, tmp_path: Path, model, settings, problem):
-    for said in together(_fail, tiny_config(data, model, *settings), tmp_path):
-        assert problem in said
+def test_batch_norm_over_questions_is_refused_by_all_processes(data: Path, tmp_path: Path):
+    for said in together(_fail, tiny_config(data, "lstm", "lstm.classifier_norm=true"), tmp_path):
+        assert "train in one process, or without classifier_norm" in said
 
 
 def _fail_with_a_loss_of_one(config: Config, out: Path) -> str:

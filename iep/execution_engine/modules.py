@@ -1,9 +1,8 @@
 """The modules of Johnson et al. 2017, Inferring and Executing Programs, section 3.2: the set `iep`.
 
 The module of a function is a residual block, or, for two arguments, a projection and a residual block. All values are
-maps. The setting `module_norm` selects a batch norm over all rows of a call, or over each row by itself. The original
-toolkit runs one example at a time, so that its batch norm normalises one map per call; `ExampleNorm` computes the same
-for calls with the maps of many examples.
+maps. The original toolkit runs one example at a time, so that its batch norm normalises one map per call; with the
+setting `module_norm=example`, `ExampleNorm` computes the same for calls with the maps of many examples.
 
 Shapes: G rows of a module's call, N images, C channels, H W grid of a map.
 """
@@ -56,33 +55,23 @@ class ExampleNorm(nn.BatchNorm2d):
         self.num_batches_tracked += rows
 
 
-def make_norm(kind: str, channels: int) -> nn.Module:
-    """Return the norm that `kind`, one of `NORMS`, names for maps with `channels` channels.
-
-    Raises:
-        ValueError: the kind is unknown.
-    """
-    check_choice("module_norm", kind, NORMS)
-    return {"none": nn.Identity, "batch": nn.BatchNorm2d, "example": ExampleNorm}[kind](channels)
-
-
 class UnaryModule(nn.Module):
     """A residual block of two 3x3 convolutions, (G, C, H, W) -> (G, C, H, W).
 
     Args:
         dim: C.
         residual: add the block's input to its output before the last ReLU.
-        norm: the norm after each convolution, one of `choices.NORMS`.
+        norm: the class of the norm after each convolution, `nn.Identity` for none.
     """
 
-    def __init__(self, dim: int, residual: bool, norm: str):
+    def __init__(self, dim: int, residual: bool, norm: type[nn.Module]):
         super().__init__()
         self.conv1 = Conv2d(dim, dim, kernel_size=3, padding=1)
         self.conv2 = Conv2d(dim, dim, kernel_size=3, padding=1)
-        self.bn1, self.bn2 = make_norm(norm, dim), make_norm(norm, dim)
+        self.bn1, self.bn2 = norm(dim), norm(dim)
         self.residual = residual
         self.conv_steps = None
-        if norm == "none":
+        if norm is nn.Identity:
             self.conv_steps = (ConvStep("conv1", (0,)), ConvStep("conv2", (1,), residual=0 if residual else None))
 
     def forward(self, x_GCHW: Tensor) -> Tensor:
@@ -98,12 +87,12 @@ class BinaryModule(nn.Module):
     The arguments are those of the block.
     """
 
-    def __init__(self, dim: int, residual: bool, norm: str):
+    def __init__(self, dim: int, residual: bool, norm: type[nn.Module]):
         super().__init__()
         self.proj = Conv2d(2 * dim, dim, kernel_size=1)
         self.res_block = UnaryModule(dim, residual, norm)
         self.conv_steps = None
-        if norm == "none":
+        if norm is nn.Identity:
             block = (("res_block.conv1", (2,)), ("res_block.conv2", (3,), 2 if residual else None))
             self.conv_steps = (ConvStep("proj", (0, 1)), *(ConvStep(*each) for each in block))
 
@@ -121,7 +110,7 @@ class ResidualModules:
     is the stem's output itself (Suarez & Zhu, section 1.2.2).
 
     Raises:
-        ValueError: `scene` has another value.
+        ValueError: `norm` is not one of `choices.NORMS`, or `scene` not one of `choices.SCENES`.
     """
 
     dim: int
@@ -130,6 +119,7 @@ class ResidualModules:
     scene: str
 
     def __post_init__(self) -> None:
+        check_choice("module_norm", self.norm, NORMS)
         check_choice("scene", self.scene, SCENES)
 
     def role(self, token: str) -> Role | None:
@@ -140,7 +130,8 @@ class ResidualModules:
 
     def make(self, token: str) -> nn.Module:
         """Return the block of a token."""
-        return (BinaryModule if arity(token) == 2 else UnaryModule)(self.dim, self.residual, self.norm)
+        norm = ExampleNorm if self.norm == "example" else nn.Identity
+        return (BinaryModule if arity(token) == 2 else UnaryModule)(self.dim, self.residual, norm)
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
         """Return the stem's output."""

@@ -219,19 +219,12 @@ def kwargs_of(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> dic
     return with_defaults(name, packed[name]["kwargs"])
 
 
-def unpack(
-    checkpoint: Mapping[str, Any],
-    name: str,
-    path: Path | str,
-    modules: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> Network:
+def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: str | None = None) -> Network:
     """Return the network `name` of a loaded checkpoint.
 
     Args:
         modules: the class of another package, such as `mypackage.modules:Gated`, that may be imported as an engine's
             set of modules; it must be that of the checkpoint. With None, the set must be one of this package.
-        settings: constructor arguments in place of those of the checkpoint.
 
     Raises:
         InputError: the checkpoint does not hold this network, its set of modules is not the one named, its arguments
@@ -240,7 +233,6 @@ def unpack(
     kwargs, what = kwargs_of(checkpoint, name, path), DESCRIPTIONS[name]
     if name == "engine":
         check_named(kwargs["modules"], modules, path)
-    kwargs |= settings or {}
     try:
         with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, take no random numbers
             module = build(name, kwargs)

@@ -99,22 +99,19 @@ class _Loss(nn.Module):
 # Batch norm
 
 
-def check_norms(networks: Mapping[str, nn.Module], device: torch.device, asynchronous: bool) -> None:
-    """Check that several processes can train the batch norms of the networks.
+def check_norms(networks: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Check that several processes can train the batch norms of the networks together.
 
     Raises:
-        InputError: batch norm is over the rows of a call of an engine's module or, on CPUs, over a part of the
-            questions of a minibatch.
+        InputError: on CPUs, batch norm would be over a part of the questions of a minibatch.
     """
-    for network in networks.values() if world_size() > 1 else ():
-        for name, layer in network.named_modules():
-            is_in_module = isinstance(network, ExecutionEngine) and name.partition(".")[0] in network.parts[1:-1]
-            is_over_part = type(layer) is nn.BatchNorm1d and device.type == "cpu" and not asynchronous
-            if is_trained(layer) and (is_over_part or (is_in_module and type(layer) is nn.BatchNorm2d)):
-                raise InputError(
-                    f"{name} normalises over the examples of a call, and no process sees all of them: train in one "
-                    "process, without classifier_norm, and with engine.module_norm=example"
-                )
+    layers = [layer for network in networks.values() for layer in network.modules()]
+    is_over_part = world_size() > 1 and device.type == "cpu"
+    if is_over_part and any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
+        raise InputError(
+            "classifier_norm is over all questions of a minibatch, of which each process on a CPU has a part: train "
+            "in one process, or without classifier_norm"
+        )
 
 
 def synchronize_norms(networks: Mapping[str, nn.Module]) -> None:

@@ -22,7 +22,6 @@ from iep.config import (
     check_changes,
     check_used,
     saved_config,
-    to_dict,
     to_yaml,
     update,
 )
@@ -129,7 +128,8 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
     freeze(task.networks, config.freeze)
     if "engine" in networks:
         _place_and_set_execution(task.networks["engine"], config, data)
-    check_norms(task.networks, data.device, config.asynchronous)
+    if not config.asynchronous:
+        check_norms(task.networks, data.device)
     trainer = Trainer(task, config, data, out, {name: network.kwargs for name, network in networks.items()})
     if start is not None:
         trainer.restore(start)
@@ -201,8 +201,6 @@ def _starts(config: Config) -> dict[str, Saved]:
 def _with_settings_of(starts: Mapping[str, Saved], config: Config, given: Collection[str]) -> Config:
     """Return `config` with the network settings of the checkpoints to start from.
 
-    Only an engine's batch norm over examples can change: its weights are the same for `batch` and `example`.
-
     Raises:
         InputError: a checkpoint lacks the network, a setting that was given differs from the checkpoint's, or its
             modules are code of another package that the settings do not name.
@@ -213,8 +211,6 @@ def _with_settings_of(starts: Mapping[str, Saved], config: Config, given: Collec
         held = {field.name: kwargs[field.name] for field in fields(section)}
         if name == "engine":
             check_named(held["modules"], section.modules if is_outside(section.modules) else None, saved.path)
-            if {section.module_norm, held["module_norm"]} == {"batch", "example"}:
-                held["module_norm"] = section.module_norm
         sections[name] = update(section, held, f"{saved.path}: {DESCRIPTIONS[name]}")
         for key in held:
             wanted, has = (getattr(each, key) for each in (section, sections[name]))
@@ -313,8 +309,7 @@ def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data:
         network, path = Network(name, build(name, kwargs), kwargs), None
     else:
         modules = config.engine.modules if is_outside(config.engine.modules) else None
-        settings = to_dict(getattr(config, name)) if is_new else None  # those of `_with_settings_of`
-        network = unpack(saved.content, name, saved.path, modules, settings)
+        network = unpack(saved.content, name, saved.path, modules)
         trained, path = vocab_of(saved.content, saved.path), saved.path
         if is_new and name != "engine" and (count := count_new_words(trained, vocab)):
             if {name, *PARTS_WITH_WORDS} & set(config.freeze):
