@@ -493,14 +493,14 @@ def saved_config(settings: Mapping[str, Any], source: str) -> Config:
     return absolute(only_used(overridden(Config(), given)))
 
 
-def check_changes(before: Config, now: Config, path: Path) -> list[str]:
-    """Return a text for each setting in which a run resumed with `now` differs from the run `before`.
+def check_changes(before: Config, now: Config, path: Path) -> None:
+    """Check that the run `before` may be resumed with the settings `now`.
 
     Args:
         path: the checkpoint of the run, for messages.
 
     Raises:
-        InputError: such a setting may not change during a run (names all of them).
+        InputError: settings differ that may not change during a run (names all of them).
     """
     if before.model != now.model:
         raise InputError(f"{path}: holds a run of model {before.model}, cannot resume it as {now.model}")
@@ -508,11 +508,10 @@ def check_changes(before: Config, now: Config, path: Path) -> list[str]:
     for settings in (held, wanted):
         settings["freeze"] = ", ".join(sorted(settings["freeze"])) or "nothing"
     fixed = {*SECTIONS, *FIXED} - ({"pg"} if now.model == "ee" else set())
-    changed = [name for name in held if name in wanted and held[name] != wanted[name] and name not in PLACES]
+    changed = [name for name in held if name in wanted and held[name] != wanted[name]]
     if refused := [name for name in changed if name.partition(".")[0] in fixed]:
         texts = [", ".join(f"{name} {settings[name]}" for name in refused) for settings in (held, wanted)]
         raise InputError(f"{path}: was trained with {texts[0]}, cannot resume with {texts[1]}")
-    return [f"{name} {wanted[name]} instead of {held[name]}" for name in changed]
 
 
 def check_used(config: Config, given: Collection[str] = ()) -> None:

@@ -43,13 +43,13 @@ from iep.models.build import (
     add_words,
     build,
     check_features,
-    describe_difference,
-    describe_other_features,
+    different_settings,
     fit_template,
     network_kwargs,
     place,
     place_engine,
     set_execution,
+    warn_of_other_features,
     with_defaults,
 )
 from iep.models.checkpoint import (
@@ -110,12 +110,10 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
     config = with_processes(config)
-    changed = check_settings(start, config, given)
+    check_settings(start, config, given)
     _check_run(start, config, out)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return None
-    if changed and is_main():
-        tqdm.write(f"{out}: resumes with {', '.join(changed)}")
     if start is None:
         starts = _starts(config)
         config = _with_settings_of(starts, config, given)
@@ -145,20 +143,15 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
 # Settings
 
 
-def check_settings(start: Saved | None, config: Config, given: Collection[str]) -> list[str]:
+def check_settings(start: Saved | None, config: Config, given: Collection[str]) -> None:
     """Check that the model uses all settings, and that a run resumed from `start` may have them.
-
-    Returns:
-        a text for each setting that differs from that of the run to resume.
 
     Raises:
         InputError: a setting is not used, or cannot change.
     """
-    changed = []
     if start is not None:  # before `check_used`, which would name other settings of another model
-        changed = check_changes(saved_config(start.content["config"], str(start.path)), config, start.path)
+        check_changes(saved_config(start.content["config"], str(start.path)), config, start.path)
     check_used(config, given)
-    return changed
 
 
 def _check_run(start: Saved | None, config: Config, out: Path) -> None:
@@ -236,7 +229,9 @@ def _open(config: Config) -> RunData:
     check_same_data(data, vocab, [training, validation])
     for split in filter(None, (training, validation)):
         _check_questions(split.questions, config)
-    return RunData(device, vocab, _in_memory(training, config), validation and _in_memory(validation, config))
+    if config.features_in_memory:
+        training, validation = training.in_memory(config.workers), validation and validation.in_memory(config.workers)
+    return RunData(device, vocab, training, validation)
 
 
 def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None]:
@@ -262,9 +257,10 @@ def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None
         return vocab, training, None
     validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
     if training.features is not None and validation.features is not None:
-        found = describe_difference(validation.features, training.features.recipe, str(training.features.path))
-        if found is not None:
-            raise InputError(found)
+        found = different_settings(validation.features, training.features.recipe)
+        if found:
+            path, other = validation.features.path, training.features.path
+            raise InputError(f"{path}: computed differently from {other}: {found}")
     return vocab, training, validation
 
 
@@ -280,14 +276,6 @@ def _check_questions(questions: Questions, config: Config) -> None:
         raise InputError(f"{questions.path}: has no programs, which training {config.model} needs{hint}")
     if config.model not in ("pg", "backbone") and questions.answers is None:
         raise InputError(f"{questions.path}: has no answers, which training {config.model} needs")
-
-
-def _in_memory(split: Split, config: Config) -> Split:
-    """Return a split with its features in memory, if the config says so."""
-    if split.features is None or not config.features_in_memory:
-        return split
-    workers = (config.workers,) if config.model == "backbone" else ()
-    return replace(split, features=split.features.in_memory(*workers))
 
 
 # Networks
@@ -323,8 +311,7 @@ def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data:
         check_features(network, features.shape[1:], path or features.path)
         if data.validation is not None and data.validation.features is not None:
             check_features(network, data.validation.features.shape[1:], data.validation.features.path)
-        if is_main() and (warning := describe_other_features(network, features)) is not None:
-            tqdm.write(warning)
+        warn_of_other_features(network, features)
     place(network.module, data.device)
     return network
 
@@ -356,8 +343,11 @@ def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunD
 def _describe(trainer: Trainer) -> str:
     """Return three lines on the run: model, processes and parameters; data; steps."""
     config, data = trainer.config, trainer.data
-    parameters = sum(p.numel() for network in trainer.task.networks.values() for p in network.parameters())
-    trained, threads = sum(p.numel() for p in trainer.parameters), torch.get_num_threads()
+    held = [p for network in trainer.task.networks.values() for p in network.parameters()]
+    parameters, trained = (sum(p.numel() for p in each) for each in (held, trainer.parameters))
+    # The gradient and the two averages of AdamW are as large as the trained parameters.
+    memory = sum(p.nbytes for p in held) + 3 * sum(p.nbytes for p in trainer.parameters)
+    threads = torch.get_num_threads()
     processes = f"{world_size()} processes of " if world_size() > 1 else ""
     splits = []
     for name, split in ((config.train_split, data.training), (config.val_split, data.validation)):
@@ -366,7 +356,8 @@ def _describe(trainer: Trainer) -> str:
             splits.append(f"{questions}{len(set(split.questions.image_idxs.tolist())):,} images of {name}")
     return (
         f"{trainer.out}: {config.model} on {trainer.device}, {processes}{threads} thread{'s' if threads > 1 else ''}, "
-        f"{parameters:,} parameters{f', {trained:,} of them trained' if trained != parameters else ''}\n"
+        f"{parameters:,} parameters{f', {trained:,} of them trained' if trained != parameters else ''}; "
+        f"{memory / 1e6:,.1f} MB with gradients and optimiser state\n"
         f"{config.data}: {' and '.join(splits)}\n"
         f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {trainer.task.examples} each"
     )
