@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ from iep.data.datasets import Batches, ClevrDataset, sequential_batches, trainin
 from iep.data.loader import Loading
 from iep.data.ordering import make_order
 from iep.data.question_families import family_filter
-from iep.data.question_file import Questions, Split, check_same_data, load_vocab, open_split, split_files
+from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_SCHEDULER, check_named, is_outside
 from iep.execution_engine.engine import ExecutionEngine
@@ -115,8 +115,7 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return None
     if start is None:
-        starts = _starts(config)
-        config = _with_settings_of(starts, config, given)
+        starts, config = _starts(config, given)
     else:
         starts = dict.fromkeys(NETWORKS[config.model], start)
     data = _open(config)
@@ -180,36 +179,29 @@ def _check_run(start: Saved | None, config: Config, out: Path) -> None:
         raise InputError(f"{out}: already holds networks ({WEIGHTS}), which a run would replace; choose another --out")
 
 
-def _starts(config: Config) -> dict[str, Saved]:
-    """Return the checkpoints that networks of a new run start from, by network.
+def _starts(config: Config, given: Collection[str]) -> tuple[dict[str, Saved], Config]:
+    """Return the checkpoints that networks of a new run start from, by network, and `config` with their settings.
 
     Raises:
-        InputError: a checkpoint cannot be loaded.
+        InputError: a checkpoint cannot be loaded or lacks the network, a setting that was given differs from the
+            checkpoint's, or its modules are code of another package that the settings do not name.
     """
-    others = {"generator": config.pg, "engine": config.ee}
-    paths = {name: others.get(name, config.baseline) for name in NETWORKS[config.model]}
-    return {name: Saved(Path(path), load_checkpoint(path)) for name, path in paths.items() if path is not None}
-
-
-def _with_settings_of(starts: Mapping[str, Saved], config: Config, given: Collection[str]) -> Config:
-    """Return `config` with the network settings of the checkpoints to start from.
-
-    Raises:
-        InputError: a checkpoint lacks the network, a setting that was given differs from the checkpoint's, or its
-            modules are code of another package that the settings do not name.
-    """
-    sections = {}
-    for name, saved in starts.items():
+    starts, paths = {}, {"generator": config.pg, "engine": config.ee}
+    for name in NETWORKS[config.model]:
+        if (path := paths.get(name, config.baseline)) is None:
+            continue
+        saved = starts[name] = Saved(Path(path), load_checkpoint(path))
         section, kwargs = getattr(config, name), kwargs_of(saved.content, name, saved.path)
         held = {field.name: kwargs[field.name] for field in fields(section)}
         if name == "engine":
             check_named(held["modules"], section.modules if is_outside(section.modules) else None, saved.path)
-        sections[name] = update(section, held, f"{saved.path}: {DESCRIPTIONS[name]}")
+        trained = update(section, held, f"{saved.path}: {DESCRIPTIONS[name]}")
         for key in held:
-            wanted, has = (getattr(each, key) for each in (section, sections[name]))
+            wanted, has = getattr(section, key), getattr(trained, key)
             if wanted != has and f"{name}.{key}" in given:
                 raise InputError(f"{saved.path}: was trained with {name}.{key} {has}, cannot start with {wanted}")
-    return replace(config, **sections)
+        config = replace(config, **{name: trained})
+    return starts, config
 
 
 # Data
@@ -227,8 +219,6 @@ def _open(config: Config) -> RunData:
     data = Path(config.data)
     vocab, training, validation = attempt(lambda: _open_splits(data, config))
     check_same_data(data, vocab, [training, validation])
-    for split in filter(None, (training, validation)):
-        _check_questions(split.questions, config)
     if config.features_in_memory:
         training, validation = training.in_memory(config.workers), validation and validation.in_memory(config.workers)
     return RunData(device, vocab, training, validation)
@@ -240,8 +230,10 @@ def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None
     The latter is None if no split is named and there is no `val`.
 
     Raises:
-        InputError: a file is missing or damaged, or the features of the two were computed differently.
+        InputError: a file is missing or damaged, a dataset that the model needs is missing, or the features of the two
+            splits were computed differently.
     """
+    needs_programs = config.model == "pg" or (config.model == "ee" and config.programs == "ground-truth")
     if config.model == "backbone":
         # A CLEVR directory has no vocabulary: a backbone names the attributes of CLEVR's.
         vocab, val_file = Vocab.clevr(), scenes_path(data, config.val_split)
@@ -252,30 +244,20 @@ def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None
         if config.families is not None:
             choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
         opened = partial(open_split, data, vocab=vocab, with_features=sees, choose=choose)
-    training = opened(split=config.train_split, num_samples=config.num_train_samples)
-    if config.val_split == Config.val_split and not val_file.exists():
-        return vocab, training, None
-    validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
-    if training.features is not None and validation.features is not None:
-        found = different_settings(validation.features, training.features.recipe)
-        if found:
-            path, other = validation.features.path, training.features.path
-            raise InputError(f"{path}: computed differently from {other}: {found}")
-    return vocab, training, validation
-
-
-def _check_questions(questions: Questions, config: Config) -> None:
-    """Check that the questions have all datasets that the model is trained on.
-
-    Raises:
-        InputError: a dataset is missing.
-    """
-    needs_programs = config.model == "pg" or (config.model == "ee" and config.programs == "ground-truth")
-    if needs_programs and questions.programs is None:
-        hint = " (or train with --programs predicted)" if config.model == "ee" else ""
-        raise InputError(f"{questions.path}: has no programs, which training {config.model} needs{hint}")
-    if config.model not in ("pg", "backbone") and questions.answers is None:
-        raise InputError(f"{questions.path}: has no answers, which training {config.model} needs")
+    splits = [opened(split=config.train_split, num_samples=config.num_train_samples)]
+    if config.val_split != Config.val_split or val_file.exists():
+        samples, skip = config.num_val_samples, config.skip_val_samples
+        splits.append(opened(split=config.val_split, num_samples=samples, skip=skip))
+    for split in splits:
+        questions, features, trained_on = split.questions, split.features, splits[0].features
+        if needs_programs and questions.programs is None:
+            hint = " (or train with --programs predicted)" if config.model == "ee" else ""
+            raise InputError(f"{questions.path}: has no programs, which training {config.model} needs{hint}")
+        if config.model not in ("pg", "backbone") and questions.answers is None:
+            raise InputError(f"{questions.path}: has no answers, which training {config.model} needs")
+        if features and trained_on and (found := different_settings(features, trained_on.recipe)):
+            raise InputError(f"{features.path}: computed differently from {trained_on.path}: {found}")
+    return vocab, splits[0], splits[1] if len(splits) > 1 else None
 
 
 # Networks
