@@ -127,7 +127,7 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         _place_and_set_execution(task.networks["engine"], config, data)
     if not config.asynchronous:
         check_norms(task.networks, data.device)
-    trainer = Trainer(task, config, data, out, {name: network.kwargs for name, network in networks.items()})
+    trainer = Trainer(task, config, data, out, networks)
     if start is not None:
         trainer.restore(start)
     batches, validation_batches = _batches(trainer)
