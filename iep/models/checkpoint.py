@@ -34,7 +34,7 @@ from iep.models.build import BASELINES, DESCRIPTIONS, Network, build, place, wit
 from iep.models.original import from_original, is_original, safe_globals
 from iep.runtime.files import write_bytes, write_json
 from iep.runtime.reading import reading
-from iep.vocab import Vocab, count_new_words
+from iep.vocab import Vocab
 
 FORMAT, WEIGHTS_FORMAT = "iep-checkpoint-1", "iep-model-1"
 BEST, WEIGHTS, WEIGHTS_CONFIG = "best.pt", "best.safetensors", "config.json"
@@ -299,11 +299,8 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engin
         pairs = enumerate(zip_longest(ours, theirs))
         index, tokens = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
         there, here = ("missing" if token is None else repr(token) for token in tokens)
-        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in "
-        if engine is not None:
-            raise InputError(f"{what}{engine}")
-        unknown = " --encode-unk" if set(given.question) - set(trained.question) else ""
-        what += f"the data; preprocess them with --vocab {path}{unknown}"
-        if kind == "question" and (count := count_new_words(trained, given)):
-            what += f", or train from it to learn the {count} new question words"
-        raise InputError(what)
+        unknown = " --encode-unk" if kind == "question" else ""
+        where = engine or f"the data; preprocess them with --vocab {path}{unknown}"
+        raise InputError(
+            f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {where}"
+        )

@@ -6,8 +6,8 @@ not change them, as in one process.
 
 On GPUs, the batch norms that every process runs once a step are over the batches of all processes (`SyncBatchNorm`).
 PyTorch has no such norm for CPUs, where a batch norm is over the process's own part of the minibatch. The norms of an
-engine's modules cannot be synchronised anywhere, because each process calls a module as often as its own schedule says.
-Norms that are not synchronised have the mean running statistics of all processes.
+engine's modules are over each example by itself. Norms that are not synchronised have the mean running statistics of
+all processes.
 """
 
 import signal
