@@ -47,9 +47,9 @@ PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
 ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency")
 """The settings that only asynchronous training uses."""
-FORMER: Mapping[str, list[Any]] = {
+FORMER: Mapping[str, Collection[Any]] = {
     "replicas": [[]],
-    "engine.stem_pixels": [1],
+    "engine.stem_pixels": range(1, 1000),  # for the stem `pixels`, which is an error now
     "backward_weights": ["current", "forward"],
     "execution": ["auto", "grouped"],
 }

@@ -306,7 +306,6 @@ def test_weights_begin_kaiming_normal():
         ({"stem": "pixels", "stem_pixels": 4}, "stem is 'pixels', expected one of conv, none"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
         ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, example"),
-        ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one position, and the grid is 1x1"),
         ({"classifier_pool": 4, "classifier_pool_rest": False}, "a pooling window of 4 leaves nothing"),
         ({"modules": "vector", "scene": "stem"}, "a setting of the modules iep; that of vector is .module."),
         ({"modules": "tbd", "program_tokens": [*TOKENS, "locate[cube]"]}, "'locate.cube.' has no module among tbd's"),
