@@ -45,7 +45,9 @@ def engine_experiment(data: Path, config: Path, settings: Sequence[str]) -> Expe
     vocab = load_vocab(data)
 
     def dataset(name: str) -> ClevrDataset:
-        split = open_split(data, name, vocab, True, num_samples=None, in_memory=config.features_in_memory)
+        split = open_split(data, name, vocab, True, num_samples=None)
+        if config.features_in_memory:
+            split = split.in_memory()
         return ClevrDataset(split.questions, split.features)
 
     def samples(split: ClevrDataset, number: int, rng: np.random.Generator) -> list[Question]:

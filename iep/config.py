@@ -47,9 +47,9 @@ PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
 ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency")
 """The settings that only asynchronous training uses."""
-FORMER: Mapping[str, list[Any]] = {
+FORMER: Mapping[str, Collection[Any]] = {
     "replicas": [[]],
-    "engine.stem_pixels": [1],
+    "engine.stem_pixels": range(1, 1000),  # for the stem `pixels`, which is an error now
     "backward_weights": ["current", "forward"],
     "execution": ["auto", "grouped"],
 }
@@ -124,8 +124,8 @@ class EngineConfig:
     module_residual: bool = True
     """Add the input of a block to its output."""
     module_norm: str = setting("none", choices=choices.NORMS)
-    """The norm after every convolution of a block: `batch` norm over the examples of a call, or over each `example` by
-    itself, as if examples ran one at a time."""
+    """The norm after every convolution of a block: `none`, or batch norm over each `example` by itself, as if examples
+    ran one at a time."""
     scene: str = setting("module", choices=choices.SCENES)
     """The value of `scene`: the output of a `module` on the stem's output, or the `stem`'s output itself."""
     stem: str = setting("conv", choices=choices.STEMS)
@@ -475,24 +475,34 @@ def only_used(config: Config) -> Config:
     return update(Config(), settings_of(config), "only used")
 
 
+def of_today(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted name, perhaps saved by an earlier version, without those of `FORMER`.
+
+    Batch norm of modules over a call is read as norm over each example, which has the same weights and computes the
+    same in evaluation.
+    """
+    kept = {name: value for name, value in settings.items() if value not in FORMER.get(name, ())}
+    return kept | ({"engine.module_norm": "example"} if kept.get("engine.module_norm") == "batch" else {})
+
+
 def saved_config(settings: Mapping[str, Any], source: str) -> Config:
     """Return the settings of a run that it has saved in the file `source`, perhaps by an earlier version.
 
     Raises:
         InputError: a setting is unknown or invalid.
     """
-    given = [(source, name, value) for name, value in flat(settings).items() if value not in FORMER.get(name, ())]
+    given = [(source, name, value) for name, value in of_today(flat(settings)).items()]
     return absolute(only_used(overridden(Config(), given)))
 
 
-def check_changes(before: Config, now: Config, path: Path) -> list[str]:
-    """Return a text for each setting in which a run resumed with `now` differs from the run `before`.
+def check_changes(before: Config, now: Config, path: Path) -> None:
+    """Check that the run `before` may be resumed with the settings `now`.
 
     Args:
         path: the checkpoint of the run, for messages.
 
     Raises:
-        InputError: such a setting may not change during a run (names all of them).
+        InputError: settings differ that may not change during a run (names all of them).
     """
     if before.model != now.model:
         raise InputError(f"{path}: holds a run of model {before.model}, cannot resume it as {now.model}")
@@ -500,11 +510,10 @@ def check_changes(before: Config, now: Config, path: Path) -> list[str]:
     for settings in (held, wanted):
         settings["freeze"] = ", ".join(sorted(settings["freeze"])) or "nothing"
     fixed = {*SECTIONS, *FIXED} - ({"pg"} if now.model == "ee" else set())
-    changed = [name for name in held if name in wanted and held[name] != wanted[name] and name not in PLACES]
+    changed = [name for name in held if name in wanted and held[name] != wanted[name]]
     if refused := [name for name in changed if name.partition(".")[0] in fixed]:
         texts = [", ".join(f"{name} {settings[name]}" for name in refused) for settings in (held, wanted)]
         raise InputError(f"{path}: was trained with {texts[0]}, cannot resume with {texts[1]}")
-    return [f"{name} {wanted[name]} instead of {held[name]}" for name in changed]
 
 
 def check_used(config: Config, given: Collection[str] = ()) -> None:

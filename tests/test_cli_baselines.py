@@ -78,7 +78,6 @@ def test_a_run_of_an_earlier_version_is_resumed(data: Path, trained, tmp_path: P
     for out in ("old", "new"):
         result = iep_train("--resume", "--out", tmp_path / out, "--data", data, "iterations=33")
         assert result.exit_code == 0, result.output
-        assert f"{tmp_path / out}: resumes with iterations 33 instead of 30\n" in result.output
     old, new = (load_checkpoint(tmp_path / out / "step-33.pt")["networks"]["lstm"] for out in ("old", "new"))
     for key, value in new["weights"].items():
         assert torch.equal(old["weights"][key], value), key

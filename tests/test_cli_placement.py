@@ -132,7 +132,7 @@ def test_training_by_kernels_on_a_gpu_is_that_of_calls_and_is_resumed(data, exec
     [
         ("triton", PLACED, "execution is triton, but the engine is placed on several devices; expected calls"),
         ("triton", ["defer_weight_grads=true"], "execution is triton, but defer_weight_grads is for calls, and other"),
-        ("triton", ["engine.module_norm=batch"], "kernels run only modules whose parameters are all those of conv"),
+        ("triton", ["engine.module_norm=example"], "kernels run only modules whose parameters are all those of conv"),
         ("triton", ["--modules", "vector"], "Triton's kernels are for modules with weights of their own"),
         ("triton", ["--asynchronous", "--threads", 2, "instance_size=4"], "execution"),
         ("cuda_graph", ["--device", "cpu"], "CUDA graphs are for training on a GPU; expected calls"),

@@ -40,7 +40,8 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     out = tmp_path / "run"
     before, *lines, last = done.stdout.splitlines()
-    assert re.fullmatch(rf"{out}: ee on cpu, \d+ threads?, [\d,]+ parameters", before)
+    memory = r"[\d.]+ MB with gradients and optimiser state"
+    assert re.fullmatch(rf"{out}: ee on cpu, \d+ threads?, [\d,]+ parameters; {memory}", before)
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
     accuracies = ["ee before the first iteration", "ee iteration 2", "ee iteration 4"]
     assert [line.partition(": validation accuracy ")[0] for line in lines[2:]] == accuracies
@@ -119,7 +120,6 @@ def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
     assert step(run) == 4
     result = iep_train(*given)
     assert result.exit_code == 0
-    assert f"{run}: resumes with iterations 6 instead of 4, batch_size 4 instead of 8\n" in result.stdout
     assert result.stdout.splitlines()[-1].startswith(f"{run}: trained lstm to iteration 6; the best checkpoint is ")
     assert step(run) == 6
     assert read_config(run / "config.yaml") == read_config(None, ["iterations=6", "batch_size=4"], base=before)
@@ -135,8 +135,7 @@ def test_a_run_is_resumed_in_another_directory_and_with_moved_data(tmp_path: Pat
     assert iep_train("--out", tmp_path / "run", "--resume", "iterations=2").exit_code == 0
     (tmp_path / "data").rename(tmp_path / "moved")
     assert_one_error(iep_train("--out", tmp_path / "run", "--resume", "iterations=3"), "data/vocab.json: no such file")
-    result = iep_train("--out", tmp_path / "run", "--resume", "iterations=3", "--data", "../moved")
-    assert f"data {tmp_path / 'moved'} instead of {tmp_path / 'data'}" in result.output
+    iep_train("--out", tmp_path / "run", "--resume", "iterations=3", "--data", "../moved")
     assert step(tmp_path / "run") == 3
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from engine_cases import small_engine
 from tiny_data import refused
 
 from iep.config import (
@@ -105,13 +106,15 @@ CHANGED = Config(
 
 
 def test_settings_that_an_earlier_version_saved_are_read_as_todays():
-    """Runs of earlier versions may have settings that were dropped, and other names of the execution `calls`."""
+    """Runs of earlier versions may have settings that were dropped, other names of `calls`, and batch norm of calls."""
     engine = {"stem": "conv", "stem_pixels": 1}
     for former in (
         {"replicas": [], "execution": "auto"},
         {"execution": "grouped", "backward_weights": "forward", "engine": engine},
     ):
         assert saved_config({"model": "ee", **former}, "config.yaml") == Config(model="ee")
+    norm = saved_config({"model": "ee", "engine": {"module_norm": "batch"}}, "config.yaml").engine.module_norm
+    assert norm == small_engine(module_norm="batch").module_set.norm == "example"
     with refused("config.yaml: ", "engine.stem is 'pixels', expected one of conv, none"):
         saved_config({"engine": {"stem": "pixels", "stem_pixels": 4}}, "config.yaml")
     with refused("config.yaml: ", "unknown key 'replicas'"):

@@ -213,7 +213,7 @@ def test_a_batch_moves_the_index_tensors_to_the_devices_of_their_columns():
 
 @pytest.mark.parametrize(
     ("kwargs", "nodes_in_training"),
-    [({}, 3), ({"stem_norm": True}, 6), ({"module_norm": "batch"}, 6), ({"module_norm": "example"}, 6)],
+    [({}, 3), ({"stem_norm": True}, 6), ({"module_norm": "example"}, 6)],
 )
 def test_by_default_an_engine_shares_except_in_training_with_norms(kwargs, nodes_in_training):
     programs_BL, rows_B = PROGRAMS_BL[[0, 0]], np.array([0, 0])
@@ -304,8 +304,7 @@ def test_weights_begin_kaiming_normal():
         ({"modules": "film"}, "modules is 'film', expected one of iep, tbd, pooled, vector"),
         ({"stem": "pixels", "stem_pixels": 4}, "stem is 'pixels', expected one of conv, none"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
-        ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
-        ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one position, and the grid is 1x1"),
+        ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, example"),
         ({"classifier_pool": 4, "classifier_pool_rest": False}, "a pooling window of 4 leaves nothing"),
         ({"modules": "vector", "scene": "stem"}, "a setting of the modules iep; that of vector is .module."),
         ({"modules": "tbd", "program_tokens": [*TOKENS, "locate[cube]"]}, "'locate.cube.' has no module among tbd's"),

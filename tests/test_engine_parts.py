@@ -45,15 +45,13 @@ def assert_all_close(actual, expected):
 @pytest.mark.parametrize(("memory_format", "residual"), [(FORMATS[0], False), (FORMATS[1], True)])
 @given(programs_BL=any_programs)
 @settings(quick, max_examples=4)
-def test_example_norm_batched_and_batch_norm_in_vanilla_order_are_batch_norm_one_example_at_a_time(
-    memory_format, residual, programs_BL
-):
-    one = small_engine(module_norm="batch", module_residual=residual)
+def test_example_norm_is_by_every_schedule_as_one_example_at_a_time(memory_format, residual, programs_BL):
+    one = small_engine(module_norm="example", module_residual=residual)
     x_BCHW, before = features(len(programs_BL)), one.state_dict() | statistics(one)
     expected = results(lambda x: one.reference(x, programs_BL), one, x_BCHW)
     after = statistics(one)
-    for norm, name, defer in [("batch", "vanilla", False), *itertools.product(["example"], SCHEDULERS, [False, True])]:
-        batched = small_engine(module_norm=norm, module_residual=residual).to(memory_format=memory_format)
+    for name, defer in itertools.product(SCHEDULERS, [False, True]):
+        batched = small_engine(module_norm="example", module_residual=residual).to(memory_format=memory_format)
         batched.load_state_dict(before)
         plan = batched.plan(programs_BL, batching=name, sharing=False)
         actual = results(lambda x, e=batched, p=plan, d=defer: e(x, p, d), batched, x_BCHW)
@@ -64,17 +62,14 @@ def test_example_norm_batched_and_batch_norm_in_vanilla_order_are_batch_norm_one
                 torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=key)
 
 
-@pytest.mark.parametrize("norm", ["batch", "example"])
 @given(programs_BL=any_programs)
 @settings(quick, max_examples=5)
-def test_in_evaluation_both_norms_are_the_same_by_every_schedule_with_and_without_sharing(norm, programs_BL):
-    engine = small_engine(module_norm=norm, stem_norm=True, classifier_norm=True, classifier_dropout=0.5).eval()
-    batch = small_engine(module_norm="batch", stem_norm=True, classifier_norm=True, classifier_dropout=0.5).eval()
-    batch.load_state_dict(engine.state_dict())
+def test_in_evaluation_norms_are_the_same_by_every_schedule_with_and_without_sharing(programs_BL):
+    engine = small_engine(module_norm="example", stem_norm=True, classifier_norm=True, classifier_dropout=0.5).eval()
     rows_B = np.arange(len(programs_BL)) // 2
     x_NCHW = features(rows_B[-1] + 1)
     before = statistics(engine)
-    expected = results(lambda x: batch.reference(x[rows_B], programs_BL), batch, x_NCHW)
+    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, x_NCHW)
     for name, sharing in itertools.product(SCHEDULERS, (False, True)):
         plan = engine.plan(programs_BL, rows_B, name, sharing)
         assert_all_close(results(lambda x, plan=plan: engine(x, plan), engine, x_NCHW), expected)
@@ -150,7 +145,7 @@ def test_a_classifier_drops_in_training_alone():
 def test_only_a_block_with_context_reads_positions_beyond_its_convolutions(context):
     torch.manual_seed(0)
     x_GCHW = torch.rand(1, 4, 9, 9, requires_grad=True)
-    UnaryModule(4, True, "none", context)(x_GCHW)[:, :, 0, 0].sum().backward()
+    UnaryModule(4, True, nn.Identity, context)(x_GCHW)[:, :, 0, 0].sum().backward()
     assert bool(x_GCHW.grad[:, :, 3:, 3:].any()) == context
 
 

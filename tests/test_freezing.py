@@ -20,7 +20,7 @@ SETTINGS = {
     "pg": ("generator.dropout=0.5", "generator.num_layers=2"),
     "ee": (
         "engine.stem_norm=true",
-        "engine.module_norm=batch",
+        "engine.module_norm=example",
         "engine.classifier_norm=true",
         "engine.classifier_dropout=0.2",
     ),
@@ -130,7 +130,6 @@ def test_a_resumed_run_of_an_earlier_version_keeps_what_it_froze(data, parts, tm
     before = weights(newest(tmp_path / "run"))
     result = iep_train("--resume", "--out", tmp_path / "run", "--data", data, "iterations=3")
     assert result.exit_code == 0, result.output
-    assert "resumes with iterations 3 instead of 2\n" in result.output
     after = weights(newest(tmp_path / "run"))
     assert all(torch.equal(before[key], after[key]) for key in after if key.startswith("engine."))
 

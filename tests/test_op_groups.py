@@ -21,9 +21,9 @@ from iep.batching.schedulers import make_schedule
 from iep.execution_engine.modules import BinaryModule, UnaryModule
 
 ONE_INPUT, TWO_INPUTS = 100, 200
-RESIDUAL = partial(UnaryModule, residual=True, norm="none")
-PLAIN = partial(UnaryModule, residual=False, norm="none")
-BINARY = partial(BinaryModule, residual=True, norm="none")
+RESIDUAL = partial(UnaryModule, residual=True, norm=nn.Identity)
+PLAIN = partial(UnaryModule, residual=False, norm=nn.Identity)
+BINARY = partial(BinaryModule, residual=True, norm=nn.Identity)
 
 
 class Mixed(nn.Module):
@@ -141,7 +141,7 @@ def test_functions_run_together_by_their_method_grouped_except_with_hooks():
 @pytest.mark.parametrize(
     "module",
     [
-        UnaryModule(4, True, "batch"),
+        UnaryModule(4, True, nn.BatchNorm2d),
         Conv2d(4, 4, 3),
         Conv2d(4, 4, 3, padding=1, stride=2),
         Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),

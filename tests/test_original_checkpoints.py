@@ -220,15 +220,12 @@ def test_training_starts_from_the_weights_of_a_file_and_resumes(model: str, file
         assert any(not torch.equal(value, still[key]) for key, value in moved.items() if key.endswith("weight"))
 
 
-@pytest.mark.parametrize(("asked", "norm"), [("batch", "batch"), (None, "example")])
-def test_module_batch_norm_is_per_example_unless_asked_otherwise(
-    asked: str | None, norm: str, data: Path, tmp_path: Path
-):
+def test_module_batch_norm_is_per_example(data: Path, tmp_path: Path):
     path = write(tmp_path / "ee.pt", engine_file(**SMALL, module_batchnorm=True))
-    result = started("ee", data, tmp_path / "run", "--ee", path, *[f"engine.module_norm={asked}"] * bool(asked))
+    result = started("ee", data, tmp_path / "run", "--ee", path)
     assert result.exit_code == 0, result.output
     held = load_checkpoint(newest(tmp_path / "run"))
-    assert held["networks"]["engine"]["kwargs"]["module_norm"] == held["config"]["engine"]["module_norm"] == norm
+    assert held["networks"]["engine"]["kwargs"]["module_norm"] == held["config"]["engine"]["module_norm"] == "example"
 
 
 # What old files hold besides tensors

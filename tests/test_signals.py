@@ -103,14 +103,6 @@ def test_only_the_main_thread_has_handlers(handlers):
     assert entered == [before]
 
 
-def in_a_child(body: str) -> int:
-    """Run `body` in a process; return its exit code, or minus the signal that ended it."""
-    code = (
-        f"import os, signal, time\nfrom iep.runtime.signals import *\nask = lambda n: os.kill(os.getpid(), n)\n{body}"
-    )
-    return subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True).returncode
-
-
 @pytest.mark.parametrize(("sent", "code"), [((2, 2), -2), ((15, 2), -2), ((2, 15), 130), ((15, 15, 15), 143)])
 def test_a_second_ctrl_c_ends_the_process_at_once_and_a_further_sigterm_changes_nothing(sent, code: int):
     """torchrun sends SIGTERM to processes that got a signal before."""

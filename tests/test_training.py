@@ -352,7 +352,7 @@ def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: li
         ("ee", ["device=quantum"], "device 'quantum': not available here"),
         ("ee", ["engine.stem=none"], "an execution engine cannot be built: features of 3 channels"),
         ("ee", ["engine.modules=tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),
-        ("ee", ["engine.modules=tbd", "engine.module_norm=batch"], "module_norm is 'batch', a setting of"),
+        ("ee", ["engine.modules=tbd", "engine.module_norm=example"], "module_norm is 'example', a setting of"),
         ("ee", ["attention_penalty=1"], "attention_penalty is 1.0, but modules iep compute no attention maps"),
         ("ee", ["curriculum=[[0, 1]]"], "curriculum: no training program has at most 1 functions"),
     ],

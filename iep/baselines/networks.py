@@ -241,7 +241,7 @@ def make_cnn(
     layers: list[nn.Module] = []
     if res_blocks:
         layers += [nn.Conv2d(channels, res_block_dim, kernel_size=3, padding=1), nn.ReLU()]
-        layers += [UnaryModule(res_block_dim, residual=True, norm="batch") for _ in range(res_blocks)]
+        layers += [UnaryModule(res_block_dim, residual=True, norm=nn.BatchNorm2d) for _ in range(res_blocks)]
         channels = res_block_dim
     if projection:
         layers += [nn.Conv2d(channels, projection, kernel_size=1), nn.ReLU()]

@@ -137,10 +137,11 @@ class Features:
         for start in range(0, len(self), block):
             self.read(np.arange(start, min(start + block, len(self))))
 
-    def in_memory(self) -> "Features":
+    def in_memory(self, workers: int = 0) -> "Features":
         """Read and check every row, which leaves the file in the system's cache, and return these features.
 
-        The processes of a machine share the cache; one of those that torchrun started reads for all of them.
+        The processes of a machine share the cache; one of those that torchrun started reads for all of them. Images,
+        which are read like features, are decoded by `workers` processes; here they have no use.
 
         Raises:
             InputError: a row cannot be read or is damaged (names the row).

@@ -6,8 +6,7 @@ families with short programs and test on the others. `question_file.open_split` 
 Shapes: N questions, L program tokens.
 """
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,27 +33,24 @@ def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Calla
         InputError: the file does not hold a list of whole numbers from 0. The returned function raises it if questions
             have no families, a family has no programs, or no question is left.
     """
-    only = None if families in (SHORT, LONG) else read_families(Path(families))
-
-    @cache
-    def lengths_of_training() -> Mapping[int, float]:
-        return {} if train_path is None or not train_path.exists() else mean_lengths(read_questions(train_path, vocab))
-
-    def by_length(questions: Questions, found: list[int]) -> list[int]:
-        """Return those of the families `found` among the questions that are short or long, as asked."""
-        lengths = mean_lengths(questions)
-        if questions.path != train_path:
-            lengths |= lengths_of_training()
-        if unknown := [family for family in found if family not in lengths]:
-            raise InputError(f"{questions.path}: no program tells whether family {unknown[0]} is short or long")
-        return [family for family in found if (lengths[family] < LONG_FROM) == (families == SHORT)]
+    listed: Sequence[int] | None = None
+    of_training: dict[int, float] = {}
+    if families not in (SHORT, LONG):
+        listed = read_families(Path(families))
+    elif train_path is not None and train_path.exists():
+        of_training = mean_lengths(read_questions(train_path, vocab))
 
     def choose(questions: Questions) -> Questions:
         if questions.families is None:
-            what = f"has no dataset 'question_families', by which families {families} are chosen"
-            raise InputError(f"{questions.path}: {what}")
+            raise InputError(f"{questions.path}: has no dataset 'question_families', by which families are chosen")
         found = np.unique(questions.families).tolist()
-        rows = np.flatnonzero(np.isin(questions.families, by_length(questions, found) if only is None else only))
+        chosen = listed
+        if chosen is None:
+            lengths = mean_lengths(questions) | of_training
+            if unknown := [family for family in found if family not in lengths]:
+                raise InputError(f"{questions.path}: no program tells whether family {unknown[0]} is short or long")
+            chosen = [family for family in found if (lengths[family] < LONG_FROM) == (families == SHORT)]
+        rows = np.flatnonzero(np.isin(questions.families, chosen))
         if not len(rows):
             raise InputError(f"{questions.path}: no question of the families {families}, only of {found}")
         return questions.select(rows)

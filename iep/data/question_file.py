@@ -148,6 +148,10 @@ class Split:
     total: int
     """The number of questions in the file, of which `questions` may be only some."""
 
+    def in_memory(self, workers: int = 0) -> "Split":
+        """Return the split with its features in memory. All processes must call this, as for `Features.in_memory`."""
+        return replace(self, features=self.features and self.features.in_memory(workers))
+
 
 def open_split(
     data: Path,
@@ -155,7 +159,6 @@ def open_split(
     vocab: Vocab,
     with_features: bool,
     num_samples: int | None,
-    in_memory: bool = False,
     choose: Callable[[Questions], Questions] | None = None,
     skip: int = 0,
 ) -> Split:
@@ -164,7 +167,6 @@ def open_split(
     Args:
         with_features: also open the features.
         num_samples: use at most this many questions; None for all.
-        in_memory: read all features now (`Features.in_memory`).
         choose: a function that selects questions before `skip` and `num_samples` apply; None for all.
         skip: the number of questions to leave out at the beginning.
 
@@ -182,8 +184,6 @@ def open_split(
     if len(questions) <= skip:
         raise InputError(f"{questions_path}: of {len(questions)} questions the first {skip} are skipped, none is left")
     features = Features(features_path) if with_features else None
-    if features is not None and in_memory:
-        features = features.in_memory()
     end = None if num_samples is None else skip + num_samples
     return Split(questions.select(slice(skip, end)), features, total)
 

@@ -41,7 +41,7 @@ from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import NONE, Sample, check_options, main_device
 from iep.execution_engine.trace import trace, unit_maps
-from iep.models.build import Network, check_features, describe_other_features, place_engine, set_execution
+from iep.models.build import Network, check_features, place_engine, set_execution, warn_of_other_features
 from iep.models.checkpoint import load_network
 from iep.preprocess.backbones import Scenes
 from iep.programs import QUESTION_TYPES
@@ -141,6 +141,8 @@ def _predicted(settings: Evaluation) -> Answered | None:
     sees = settings.ee is not None or (baseline is not None and len(baseline.feature_shape) > 0)
     split = attempt(lambda: _open_split(settings, vocab, sees))
     check_same_data(settings.data, vocab, [split])
+    if settings.features_in_memory:
+        split = split.in_memory()
     predictor = _load(settings, vocab, split, baseline)
     make_plan = None
     if predictor.engine is not None and not predictor.run_predicted:
@@ -225,8 +227,7 @@ def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:
     if settings.families is not None:
         train_path = None if train is None else split_files(settings.data, train)[0]
         choose = family_filter(settings.families, train_path, vocab)
-    samples, skip, in_memory = settings.num_samples, settings.skip_samples, settings.features_in_memory
-    return open_split(settings.data, settings.split, vocab, sees, samples, in_memory, choose, skip)
+    return open_split(settings.data, settings.split, vocab, sees, settings.num_samples, choose, settings.skip_samples)
 
 
 def _describe_selection(settings: Evaluation) -> str:
@@ -304,8 +305,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: Network | 
     if split.features is not None:
         answers = baseline or networks["engine"]
         check_features(answers, split.features.shape[1:], split.features.path)
-        if is_main() and (warning := describe_other_features(answers, split.features)) is not None:
-            tqdm.write(warning)
+        warn_of_other_features(answers, split.features)
     if settings.ee is not None and settings.placement != NONE:
         tqdm.write(_place(networks["engine"].module, settings, split.questions))
     if settings.ee is not None:

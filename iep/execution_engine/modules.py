@@ -1,11 +1,10 @@
 """The modules of Johnson et al. 2017, Inferring and Executing Programs, section 3.2: the set `iep`.
 
 The module of a function is a residual block, or, for two arguments, a projection and a residual block. All values are
-maps. The setting `module_norm` selects a batch norm over all rows of a call, or over each row by itself. The original
-toolkit runs one example at a time, so that its batch norm normalises one map per call; `ExampleNorm` computes the same
-for calls with the maps of many examples. Two 3x3 convolutions reach two positions in each direction; with `context`, a
-block also reads the maxima of the whole map, for example to compare an object with all others (after Hu et al. 2018,
-Squeeze-and-Excitation Networks, section 3).
+maps. The original toolkit runs one example at a time, so that its batch norm normalises one map per call; with the
+setting `module_norm=example`, `ExampleNorm` computes the same for calls with the maps of many examples. Two 3x3
+convolutions reach two positions in each direction; with `context`, a block also reads the maxima of the whole map, for
+example to compare an object with all others (after Hu et al. 2018, Squeeze-and-Excitation Networks, section 3).
 
 Shapes: G rows of a module's call, N images, C channels, H W grid of a map.
 """
@@ -58,35 +57,25 @@ class ExampleNorm(nn.BatchNorm2d):
         self.num_batches_tracked += rows
 
 
-def make_norm(kind: str, channels: int) -> nn.Module:
-    """Return the norm that `kind`, one of `NORMS`, names for maps with `channels` channels.
-
-    Raises:
-        ValueError: the kind is unknown.
-    """
-    check_choice("module_norm", kind, NORMS)
-    return {"none": nn.Identity, "batch": nn.BatchNorm2d, "example": ExampleNorm}[kind](channels)
-
-
 class UnaryModule(nn.Module):
     """A residual block of two 3x3 convolutions, (G, C, H, W) -> (G, C, H, W).
 
     Args:
         dim: C.
         residual: add the block's input to its output before the last ReLU.
-        norm: the norm after each 3x3 convolution, one of `choices.NORMS`.
+        norm: the class of the norm after each 3x3 convolution, `nn.Identity` for none.
         context: add a projection of the maxima of the first convolution's output to this output, at every position.
     """
 
-    def __init__(self, dim: int, residual: bool, norm: str, context: bool = False):
+    def __init__(self, dim: int, residual: bool, norm: type[nn.Module], context: bool = False):
         super().__init__()
         self.conv1 = Conv2d(dim, dim, kernel_size=3, padding=1)
         self.conv2 = Conv2d(dim, dim, kernel_size=3, padding=1)
-        self.bn1, self.bn2 = make_norm(norm, dim), make_norm(norm, dim)
+        self.bn1, self.bn2 = norm(dim), norm(dim)
         self.context = Conv2d(dim, dim, kernel_size=1) if context else None
         self.residual = residual
         self.conv_steps = None
-        if norm == "none" and not context:
+        if norm is nn.Identity and not context:
             self.conv_steps = (ConvStep("conv1", (0,)), ConvStep("conv2", (1,), residual=0 if residual else None))
 
     def forward(self, x_GCHW: Tensor) -> Tensor:
@@ -105,7 +94,7 @@ class BinaryModule(nn.Module):
     The arguments are those of the block.
     """
 
-    def __init__(self, dim: int, residual: bool, norm: str, context: bool = False):
+    def __init__(self, dim: int, residual: bool, norm: type[nn.Module], context: bool = False):
         super().__init__()
         self.proj = Conv2d(2 * dim, dim, kernel_size=1)
         self.res_block = UnaryModule(dim, residual, norm, context)
@@ -128,7 +117,8 @@ class ResidualModules:
     is the stem's output itself (Suarez & Zhu, section 1.2.2).
 
     Raises:
-        ValueError: `scene` has another value, or `context` is not true or false.
+        ValueError: `norm` is not one of `choices.NORMS`, `scene` is not one of `choices.SCENES`, or `context` is not
+            true or false.
     """
 
     dim: int
@@ -138,6 +128,7 @@ class ResidualModules:
     context: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("module_norm", self.norm, NORMS)
         check_choice("scene", self.scene, SCENES)
         if not isinstance(self.context, bool):
             raise ValueError(f"module_settings.context is {self.context!r}, expected true or false")
@@ -150,7 +141,8 @@ class ResidualModules:
 
     def make(self, token: str) -> nn.Module:
         """Return the block of a token."""
-        return (BinaryModule if arity(token) == 2 else UnaryModule)(self.dim, self.residual, self.norm, self.context)
+        norm = ExampleNorm if self.norm == "example" else nn.Identity
+        return (BinaryModule if arity(token) == 2 else UnaryModule)(self.dim, self.residual, norm, self.context)
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
         """Return the stem's output."""

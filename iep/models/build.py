@@ -18,7 +18,7 @@ from tqdm import tqdm
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
 from iep.batching.template import make_template
-from iep.config import FORMER, MODELS, SECTIONS, Config, EngineConfig, to_dict
+from iep.config import MODELS, SECTIONS, Config, EngineConfig, of_today, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, INITIALIZATIONS, check_choice, make_module_set
@@ -181,8 +181,8 @@ class Network:
 def with_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return constructor arguments of the network `name` with the settings of today: those of an earlier version's
     checkpoint may lack some, which then have their defaults, and have others that were dropped."""
-    known = {key: value for key, value in kwargs.items() if f"{name}.{key}" not in FORMER}
-    return to_dict(getattr(Config, name)) | known
+    known = of_today({f"{name}.{key}": value for key, value in kwargs.items()})
+    return to_dict(getattr(Config, name)) | {key.removeprefix(f"{name}."): value for key, value in known.items()}
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> Any:
@@ -213,22 +213,21 @@ def check_features(network: Network, feature_shape: Sequence[int], path: Path | 
         raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")
 
 
-def describe_other_features(network: Network, features: Features) -> str | None:
-    """Return a line on how the features were computed differently from those that a network was trained on, or None."""
-    what = f"the features that {DESCRIPTIONS[network.name]} was trained on"
-    return describe_difference(features, network.recipe, what)
-
-
-def describe_difference(features: Features, recipe: Mapping[str, Any], what: str) -> str | None:
-    """Return a line on how the features were computed differently from `what`, which has the recipe, or None.
+def different_settings(features: Features, recipe: Mapping[str, Any]) -> str:
+    """Return the settings with which features were computed differently from a recipe, "" if there are none.
 
     Only settings that both record are compared, except the dtype in which the features are stored.
     """
     both = sorted(recipe.keys() & features.recipe.keys() - {"dtype"})
-    parts = [
-        f"{key} {features.recipe[key]} instead of {recipe[key]}" for key in both if recipe[key] != features.recipe[key]
-    ]
-    return f"{features.path}: computed differently from {what}: {', '.join(parts)}" if parts else None
+    changed = [key for key in both if recipe[key] != features.recipe[key]]
+    return ", ".join(f"{key} {features.recipe[key]} instead of {recipe[key]}" for key in changed)
+
+
+def warn_of_other_features(network: Network, features: Features) -> None:
+    """Print a line if features were computed differently from those that a network was trained on."""
+    if is_main() and (found := different_settings(features, network.recipe)):
+        what = f"the features that {DESCRIPTIONS[network.name]} was trained on"
+        tqdm.write(f"{features.path}: computed differently from {what}: {found}")
 
 
 # Devices

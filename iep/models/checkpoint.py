@@ -34,7 +34,7 @@ from iep.models.build import BASELINES, DESCRIPTIONS, Network, build, place, wit
 from iep.models.original import from_original, is_original, safe_globals
 from iep.runtime.files import write_bytes, write_json
 from iep.runtime.reading import reading
-from iep.vocab import Vocab, count_new_words
+from iep.vocab import Vocab
 
 FORMAT, WEIGHTS_FORMAT = "iep-checkpoint-1", "iep-model-1"
 BEST, WEIGHTS, WEIGHTS_CONFIG = "best.pt", "best.safetensors", "config.json"
@@ -219,19 +219,12 @@ def kwargs_of(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> dic
     return with_defaults(name, packed[name]["kwargs"])
 
 
-def unpack(
-    checkpoint: Mapping[str, Any],
-    name: str,
-    path: Path | str,
-    modules: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> Network:
+def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: str | None = None) -> Network:
     """Return the network `name` of a loaded checkpoint.
 
     Args:
         modules: the class of another package, such as `mypackage.modules:Gated`, that may be imported as an engine's
             set of modules; it must be that of the checkpoint. With None, the set must be one of this package.
-        settings: constructor arguments in place of those of the checkpoint.
 
     Raises:
         InputError: the checkpoint does not hold this network, its set of modules is not the one named, its arguments
@@ -240,7 +233,6 @@ def unpack(
     kwargs, what = kwargs_of(checkpoint, name, path), DESCRIPTIONS[name]
     if name == "engine":
         check_named(kwargs["modules"], modules, path)
-    kwargs |= settings or {}
     try:
         with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, take no random numbers
             module = build(name, kwargs)
@@ -307,11 +299,8 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engin
         pairs = enumerate(zip_longest(ours, theirs))
         index, tokens = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
         there, here = ("missing" if token is None else repr(token) for token in tokens)
-        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in "
-        if engine is not None:
-            raise InputError(f"{what}{engine}")
-        unknown = " --encode-unk" if set(given.question) - set(trained.question) else ""
-        what += f"the data; preprocess them with --vocab {path}{unknown}"
-        if kind == "question" and (count := count_new_words(trained, given)):
-            what += f", or train from it to learn the {count} new question words"
-        raise InputError(what)
+        unknown = " --encode-unk" if kind == "question" else ""
+        where = engine or f"the data; preprocess them with --vocab {path}{unknown}"
+        raise InputError(
+            f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {where}"
+        )

@@ -8,18 +8,9 @@ left out. Most arguments are settings of this toolkit under another name. `check
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from iep.config import (
-    CnnLstmConfig,
-    CnnLstmSaConfig,
-    EngineConfig,
-    GeneratorConfig,
-    LstmConfig,
-    setting,
-    update,
-)
+from iep.config import CnnLstmConfig, CnnLstmSaConfig, EngineConfig, GeneratorConfig, LstmConfig, update
 from iep.errors import InputError, nearest
 from iep.models.build import network_kwargs
 from iep.vocab import END, NULL, START, Vocab
@@ -27,6 +18,13 @@ from iep.vocab import END, NULL, START, Vocab
 PARTS = ("program_generator", "execution_engine", "baseline")
 """The original toolkit's names of networks."""
 _POOLS = {"none": 1, "maxpool2": 2, "maxpool4": 4}
+_OTHERS: Mapping[str, Any] = {
+    "feature_dim": (1024, 14, 14),
+    "stem_num_layers": 2,
+    "module_batchnorm": False,
+    "classifier_downsample": "maxpool2",
+}
+"""The arguments of the original that are not settings of this toolkit, with their defaults."""
 _RNN = {"rnn_num_layers": "num_layers", "rnn_dropout": "dropout"}
 _GENERATOR = {"wordvec_dim": "embedding_dim", "hidden_dim": "hidden_dim", **_RNN}
 _ENGINE = {
@@ -97,16 +95,6 @@ def is_original(content: object) -> bool:
     return isinstance(content, Mapping) and any(f"{part}_kwargs" in content for part in PARTS)
 
 
-@dataclass(frozen=True)
-class _Others:
-    """The arguments of the original that are not settings of this toolkit."""
-
-    feature_dim: tuple[int, int, int] = setting((1024, 14, 14), minimum=1)
-    stem_num_layers: int = setting(2, minimum=0, maximum=1000)
-    module_batchnorm: bool = False
-    classifier_downsample: str = setting("maxpool2", choices=tuple(_POOLS))
-
-
 def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the networks and the vocabulary of a checkpoint of the original, as checkpoints of this toolkit hold them.
 
@@ -135,7 +123,7 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
                     raise InputError(f"{source}: {option} is {value!r}, expected {expected}, as in vocab")
         values.pop("vocab", None)  # the checkpoint's own
         config, others = _settings(config, values, names, source)
-        kwargs = network_kwargs(name, config, vocab, others.feature_dim)
+        kwargs = network_kwargs(name, config, vocab, others["feature_dim"])
         if name == "engine":
             kwargs |= _engine_settings(others, config.module_dim)
             idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))  # modules that never run
@@ -146,22 +134,22 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"networks": networks, "vocab": vocab.to_json(), "features": {}}
 
 
-def _engine_settings(others: _Others, module_dim: int) -> dict[str, Any]:
+def _engine_settings(others: Mapping[str, Any], module_dim: int) -> dict[str, Any]:
     """Return the settings of the engine that have another meaning in the original, or that are fixed there."""
     return {
         # The original runs one example at a time, and its batch norm sees one.
-        "module_norm": "example" if others.module_batchnorm else "none",
+        "module_norm": "example" if others["module_batchnorm"] else "none",
         "scene": "module",
-        "stem": "conv" if others.stem_num_layers else "none",
-        "stem_widths": [module_dim] * max(0, others.stem_num_layers - 1),
+        "stem": "conv" if others["stem_num_layers"] else "none",
+        "stem_widths": [module_dim] * max(0, others["stem_num_layers"] - 1),
         "stem_bias": True,
-        "classifier_pool": _POOLS[others.classifier_downsample],
+        "classifier_pool": _POOLS[others["classifier_downsample"]],
         "classifier_pool_rest": False,
     }
 
 
-def _settings(config: Any, values: dict[str, Any], names: Mapping[str, str], source: str) -> tuple[Any, _Others]:
-    """Return the arguments `values` of the original as settings of this toolkit, and those that are no settings.
+def _settings(config: Any, values: dict[str, Any], names: Mapping[str, str], source: str) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments `values` of the original as settings of this toolkit, and those of `_OTHERS`.
 
     `config` holds the defaults. The original accepts None for 0, and 0 and 1 for flags.
 
@@ -169,17 +157,16 @@ def _settings(config: Any, values: dict[str, Any], names: Mapping[str, str], sou
         InputError: an argument has an invalid value, or is unknown, so that it might change what the network computes.
     """
     values.pop("verbose", None)
-    others = _Others()
+    others = dict(_OTHERS)
     for name, value in values.items():
         if name not in names:
             raise InputError(f"{source}: unknown option {name!r}{nearest(name, names)}")
         ours = names[name]
-        is_setting = hasattr(config, ours)
-        held = getattr(config if is_setting else others, ours)
+        held = others[ours] if ours in others else getattr(config, ours)
         if (type(held) is bool and value in (0, 1)) or (type(held) is int and value is None):
             value = type(held)(value or 0)
-        if is_setting:
-            config = update(config, {ours: value}, f"{source}: {name}")
+        if ours in others:
+            others[ours] = value
         else:
-            others = update(others, {ours: value}, f"{source}: {name}")
+            config = update(config, {ours: value}, f"{source}: {name}")
     return config, others

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from iep.data.loader import on_device
 from iep.data.ordering import step_seed
 from iep.data.question_file import Split
 from iep.errors import InputError
+from iep.models.build import Network
 from iep.models.checkpoint import BEST, Saved, remove_old, save_checkpoint, save_weights, step_name
 from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
@@ -78,11 +79,11 @@ class Trainer:
         validation_due: whether the last step must be followed by a validation that is not done yet.
     """
 
-    def __init__(self, task: Task, config: Config, data: RunData, out: Path, kwargs: Mapping[str, Any]):
+    def __init__(self, task: Task, config: Config, data: RunData, out: Path, networks: Mapping[str, Network]):
         """Make the optimiser, and give all processes the same weights.
 
         Args:
-            kwargs: the constructor arguments of each of the task's networks, for checkpoints.
+            networks: the task's networks, with what checkpoints store of them.
         """
         self.task, self.config, self.data, self.out = task, config, data, out
         self.device = data.device
@@ -91,7 +92,7 @@ class Trainer:
         self.validation_due = False
         self.records: Records | None = None
         """The files with the metrics, which the first process writes while it trains."""
-        self._kwargs, self._bar = kwargs, tqdm(disable=True)
+        self._networks, self._bar = networks, tqdm(disable=True)
         self._clock, self.examples = 0.0, 0
         """The time of the last row of metrics, and the number of examples of this process since then."""
         self.sums: Counter[str] = Counter()
@@ -294,7 +295,7 @@ class Trainer:
         """Write the checkpoint `name` into the run directory, whole or not at all, in the first process."""
         if not is_main():
             return
-        features, networks = self.data.training.features, self.task.networks
+        features = self.data.training.features
         content = {
             "model": self.config.model,
             "step": self.step,
@@ -306,10 +307,7 @@ class Trainer:
             "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
             "vocab": self.data.vocab.to_json(),
             "features": {} if features is None else dict(features.recipe),
-            "networks": {
-                name: {"kwargs": self._kwargs[name], "weights": module.state_dict()}
-                for name, module in networks.items()
-            },
+            "networks": {name: network.packed() for name, network in self._networks.items()},
             "optimizer": self.optimizer.state_dict(),
         }
         save_checkpoint(self.out / name, content)

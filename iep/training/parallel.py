@@ -6,8 +6,8 @@ not change them, as in one process.
 
 On GPUs, the batch norms that every process runs once a step are over the batches of all processes (`SyncBatchNorm`).
 PyTorch has no such norm for CPUs, where a batch norm is over the process's own part of the minibatch. The norms of an
-engine's modules cannot be synchronised anywhere, because each process calls a module as often as its own schedule says.
-Norms that are not synchronised have the mean running statistics of all processes.
+engine's modules are over each example by itself. Norms that are not synchronised have the mean running statistics of
+all processes.
 """
 
 import signal
@@ -95,21 +95,18 @@ class _Loss(nn.Module):
 
 
 def check_norms(networks: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Check that several processes can train the batch norms of the networks.
+    """Check that several processes can train the batch norms of the networks together.
 
     Raises:
-        InputError: batch norm is over the rows of a call of an engine's module or, on CPUs, over a part of the
-            questions of a minibatch.
+        InputError: on CPUs, batch norm would be over a part of the questions of a minibatch.
     """
-    for network in networks.values() if world_size() > 1 else ():
-        for name, layer in network.named_modules():
-            is_in_module = isinstance(network, ExecutionEngine) and name.partition(".")[0] in network.parts[1:-1]
-            is_over_part = type(layer) is nn.BatchNorm1d and device.type == "cpu"
-            if is_trained(layer) and (is_over_part or (is_in_module and type(layer) is nn.BatchNorm2d)):
-                raise InputError(
-                    f"{name} normalises over the examples of a call, and no process sees all of them: train in one "
-                    "process, without classifier_norm, and with engine.module_norm=example"
-                )
+    layers = [layer for network in networks.values() for layer in network.modules()]
+    is_over_part = world_size() > 1 and device.type == "cpu"
+    if is_over_part and any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
+        raise InputError(
+            "classifier_norm is over all questions of a minibatch, of which each process on a CPU has a part: train "
+            "in one process, or without classifier_norm"
+        )
 
 
 def synchronize_norms(networks: Mapping[str, nn.Module]) -> None:

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +22,6 @@ from iep.config import (
     check_changes,
     check_used,
     saved_config,
-    to_dict,
     to_yaml,
     update,
 )
@@ -30,7 +29,7 @@ from iep.data.datasets import Batches, ClevrDataset, sequential_batches, trainin
 from iep.data.loader import Loading
 from iep.data.ordering import make_order
 from iep.data.question_families import family_filter
-from iep.data.question_file import Questions, Split, check_same_data, load_vocab, open_split, split_files
+from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_SCHEDULER, check_named, is_outside
 from iep.execution_engine.engine import ExecutionEngine
@@ -44,13 +43,13 @@ from iep.models.build import (
     add_words,
     build,
     check_features,
-    describe_difference,
-    describe_other_features,
+    different_settings,
     fit_template,
     network_kwargs,
     place,
     place_engine,
     set_execution,
+    warn_of_other_features,
     with_defaults,
 )
 from iep.models.checkpoint import (
@@ -110,15 +109,12 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
         InputError: the config, the data or a checkpoint does not fit.
         Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
-    changed = check_settings(start, config, given)
+    check_settings(start, config, given)
     _check_run(start, config, out)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return None
-    if changed and is_main():
-        tqdm.write(f"{out}: resumes with {', '.join(changed)}")
     if start is None:
-        starts = _starts(config)
-        config = _with_settings_of(starts, config, given)
+        starts, config = _starts(config, given)
     else:
         starts = dict.fromkeys(NETWORKS[config.model], start)
     data = _open(config)
@@ -129,7 +125,7 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
     if "engine" in networks:
         _place_and_set_execution(task.networks["engine"], config, data)
     check_norms(task.networks, data.device)
-    trainer = Trainer(task, config, data, out, {name: network.kwargs for name, network in networks.items()})
+    trainer = Trainer(task, config, data, out, networks)
     if start is not None:
         trainer.restore(start)
     batches, validation_batches = _batches(trainer)
@@ -144,20 +140,15 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
 # Settings
 
 
-def check_settings(start: Saved | None, config: Config, given: Collection[str]) -> list[str]:
+def check_settings(start: Saved | None, config: Config, given: Collection[str]) -> None:
     """Check that the model uses all settings, and that a run resumed from `start` may have them.
-
-    Returns:
-        a text for each setting that differs from that of the run to resume.
 
     Raises:
         InputError: a setting is not used, or cannot change.
     """
-    changed = []
     if start is not None:  # before `check_used`, which would name other settings of another model
-        changed = check_changes(saved_config(start.content["config"], str(start.path)), config, start.path)
+        check_changes(saved_config(start.content["config"], str(start.path)), config, start.path)
     check_used(config, given)
-    return changed
 
 
 def _check_run(start: Saved | None, config: Config, out: Path) -> None:
@@ -186,40 +177,29 @@ def _check_run(start: Saved | None, config: Config, out: Path) -> None:
         raise InputError(f"{out}: already holds networks ({WEIGHTS}), which a run would replace; choose another --out")
 
 
-def _starts(config: Config) -> dict[str, Saved]:
-    """Return the checkpoints that networks of a new run start from, by network.
+def _starts(config: Config, given: Collection[str]) -> tuple[dict[str, Saved], Config]:
+    """Return the checkpoints that networks of a new run start from, by network, and `config` with their settings.
 
     Raises:
-        InputError: a checkpoint cannot be loaded.
+        InputError: a checkpoint cannot be loaded or lacks the network, a setting that was given differs from the
+            checkpoint's, or its modules are code of another package that the settings do not name.
     """
-    others = {"generator": config.pg, "engine": config.ee}
-    paths = {name: others.get(name, config.baseline) for name in NETWORKS[config.model]}
-    return {name: Saved(Path(path), load_checkpoint(path)) for name, path in paths.items() if path is not None}
-
-
-def _with_settings_of(starts: Mapping[str, Saved], config: Config, given: Collection[str]) -> Config:
-    """Return `config` with the network settings of the checkpoints to start from.
-
-    Only an engine's batch norm over examples can change: its weights are the same for `batch` and `example`.
-
-    Raises:
-        InputError: a checkpoint lacks the network, a setting that was given differs from the checkpoint's, or its
-            modules are code of another package that the settings do not name.
-    """
-    sections = {}
-    for name, saved in starts.items():
+    starts, paths = {}, {"generator": config.pg, "engine": config.ee}
+    for name in NETWORKS[config.model]:
+        if (path := paths.get(name, config.baseline)) is None:
+            continue
+        saved = starts[name] = Saved(Path(path), load_checkpoint(path))
         section, kwargs = getattr(config, name), kwargs_of(saved.content, name, saved.path)
         held = {field.name: kwargs[field.name] for field in fields(section)}
         if name == "engine":
             check_named(held["modules"], section.modules if is_outside(section.modules) else None, saved.path)
-            if {section.module_norm, held["module_norm"]} == {"batch", "example"}:
-                held["module_norm"] = section.module_norm
-        sections[name] = update(section, held, f"{saved.path}: {DESCRIPTIONS[name]}")
+        trained = update(section, held, f"{saved.path}: {DESCRIPTIONS[name]}")
         for key in held:
-            wanted, has = (getattr(each, key) for each in (section, sections[name]))
+            wanted, has = getattr(section, key), getattr(trained, key)
             if wanted != has and f"{name}.{key}" in given:
                 raise InputError(f"{saved.path}: was trained with {name}.{key} {has}, cannot start with {wanted}")
-    return replace(config, **sections)
+        config = replace(config, **{name: trained})
+    return starts, config
 
 
 # Data
@@ -237,9 +217,9 @@ def _open(config: Config) -> RunData:
     data = Path(config.data)
     vocab, training, validation = attempt(lambda: _open_splits(data, config))
     check_same_data(data, vocab, [training, validation])
-    for split in filter(None, (training, validation)):
-        _check_questions(split.questions, config)
-    return RunData(device, vocab, _in_memory(training, config), validation and _in_memory(validation, config))
+    if config.features_in_memory:
+        training, validation = training.in_memory(config.workers), validation and validation.in_memory(config.workers)
+    return RunData(device, vocab, training, validation)
 
 
 def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None]:
@@ -248,8 +228,10 @@ def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None
     The latter is None if no split is named and there is no `val`.
 
     Raises:
-        InputError: a file is missing or damaged, or the features of the two were computed differently.
+        InputError: a file is missing or damaged, a dataset that the model needs is missing, or the features of the two
+            splits were computed differently.
     """
+    needs_programs = config.model == "pg" or (config.model == "ee" and config.programs == "ground-truth")
     if config.model == "backbone":
         # A CLEVR directory has no vocabulary: a backbone names the attributes of CLEVR's.
         vocab, val_file = Vocab.clevr(), scenes_path(data, config.val_split)
@@ -260,37 +242,20 @@ def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None
         if config.families is not None:
             choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
         opened = partial(open_split, data, vocab=vocab, with_features=sees, choose=choose)
-    training = opened(split=config.train_split, num_samples=config.num_train_samples)
-    if config.val_split == Config.val_split and not val_file.exists():
-        return vocab, training, None
-    validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
-    if training.features is not None and validation.features is not None:
-        found = describe_difference(validation.features, training.features.recipe, str(training.features.path))
-        if found is not None:
-            raise InputError(found)
-    return vocab, training, validation
-
-
-def _check_questions(questions: Questions, config: Config) -> None:
-    """Check that the questions have all datasets that the model is trained on.
-
-    Raises:
-        InputError: a dataset is missing.
-    """
-    needs_programs = config.model == "pg" or (config.model == "ee" and config.programs == "ground-truth")
-    if needs_programs and questions.programs is None:
-        hint = " (or train with --programs predicted)" if config.model == "ee" else ""
-        raise InputError(f"{questions.path}: has no programs, which training {config.model} needs{hint}")
-    if config.model not in ("pg", "backbone") and questions.answers is None:
-        raise InputError(f"{questions.path}: has no answers, which training {config.model} needs")
-
-
-def _in_memory(split: Split, config: Config) -> Split:
-    """Return a split with its features in memory, if the config says so."""
-    if split.features is None or not config.features_in_memory:
-        return split
-    workers = (config.workers,) if config.model == "backbone" else ()
-    return replace(split, features=split.features.in_memory(*workers))
+    splits = [opened(split=config.train_split, num_samples=config.num_train_samples)]
+    if config.val_split != Config.val_split or val_file.exists():
+        samples, skip = config.num_val_samples, config.skip_val_samples
+        splits.append(opened(split=config.val_split, num_samples=samples, skip=skip))
+    for split in splits:
+        questions, features, trained_on = split.questions, split.features, splits[0].features
+        if needs_programs and questions.programs is None:
+            hint = " (or train with --programs predicted)" if config.model == "ee" else ""
+            raise InputError(f"{questions.path}: has no programs, which training {config.model} needs{hint}")
+        if config.model not in ("pg", "backbone") and questions.answers is None:
+            raise InputError(f"{questions.path}: has no answers, which training {config.model} needs")
+        if features and trained_on and (found := different_settings(features, trained_on.recipe)):
+            raise InputError(f"{features.path}: computed differently from {trained_on.path}: {found}")
+    return vocab, splits[0], splits[1] if len(splits) > 1 else None
 
 
 # Networks
@@ -312,8 +277,7 @@ def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data:
         network, path = Network(name, build(name, kwargs), kwargs), None
     else:
         modules = config.engine.modules if is_outside(config.engine.modules) else None
-        settings = to_dict(getattr(config, name)) if is_new else None  # those of `_with_settings_of`
-        network = unpack(saved.content, name, saved.path, modules, settings)
+        network = unpack(saved.content, name, saved.path, modules)
         trained, path = vocab_of(saved.content, saved.path), saved.path
         if is_new and name != "engine" and (count := count_new_words(trained, vocab)):
             if {name, *PARTS_WITH_WORDS} & set(config.freeze):
@@ -327,8 +291,7 @@ def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data:
         check_features(network, features.shape[1:], path or features.path)
         if data.validation is not None and data.validation.features is not None:
             check_features(network, data.validation.features.shape[1:], data.validation.features.path)
-        if is_main() and (warning := describe_other_features(network, features)) is not None:
-            tqdm.write(warning)
+        warn_of_other_features(network, features)
     place(network.module, data.device)
     return network
 
@@ -360,8 +323,11 @@ def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunD
 def _describe(trainer: Trainer) -> str:
     """Return three lines on the run: model, processes and parameters; data; steps."""
     config, data = trainer.config, trainer.data
-    parameters = sum(p.numel() for network in trainer.task.networks.values() for p in network.parameters())
-    trained, threads = sum(p.numel() for p in trainer.parameters), torch.get_num_threads()
+    held = [p for network in trainer.task.networks.values() for p in network.parameters()]
+    parameters, trained = (sum(p.numel() for p in each) for each in (held, trainer.parameters))
+    # The gradient and the two averages of AdamW are as large as the trained parameters.
+    memory = sum(p.nbytes for p in held) + 3 * sum(p.nbytes for p in trainer.parameters)
+    threads = torch.get_num_threads()
     processes = f"{world_size()} processes of " if world_size() > 1 else ""
     splits = []
     for name, split in ((config.train_split, data.training), (config.val_split, data.validation)):
@@ -370,7 +336,8 @@ def _describe(trainer: Trainer) -> str:
             splits.append(f"{questions}{len(set(split.questions.image_idxs.tolist())):,} images of {name}")
     return (
         f"{trainer.out}: {config.model} on {trainer.device}, {processes}{threads} thread{'s' if threads > 1 else ''}, "
-        f"{parameters:,} parameters{f', {trained:,} of them trained' if trained != parameters else ''}\n"
+        f"{parameters:,} parameters{f', {trained:,} of them trained' if trained != parameters else ''}; "
+        f"{memory / 1e6:,.1f} MB with gradients and optimiser state\n"
         f"{config.data}: {' and '.join(splits)}\n"
         f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {trainer.task.examples} each"
     )
