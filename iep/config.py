@@ -489,8 +489,10 @@ def saved_config(settings: Mapping[str, Any], source: str) -> Config:
     """Return the settings of a run that it has saved in the file `source`, perhaps by an earlier version.
 
     Raises:
-        InputError: a setting is unknown or invalid.
+        InputError: the settings are not a mapping, or a setting is unknown or invalid.
     """
+    if not isinstance(settings, Mapping):
+        raise InputError(f"{source}: expected a YAML mapping of settings, found {type(settings).__name__}")
     given = [(source, name, value) for name, value in of_today(flat(settings)).items()]
     return absolute(only_used(overridden(Config(), given)))
 
@@ -510,9 +512,10 @@ def check_changes(before: Config, now: Config, path: Path) -> None:
     for settings in (held, wanted):
         settings["freeze"] = ", ".join(sorted(settings["freeze"])) or "nothing"
     fixed = {*SECTIONS, *FIXED} - ({"pg"} if now.model == "ee" else set())
-    changed = [name for name in held if name in wanted and held[name] != wanted[name]]
-    if refused := [name for name in changed if name.partition(".")[0] in fixed]:
-        texts = [", ".join(f"{name} {settings[name]}" for name in refused) for settings in (held, wanted)]
+    # Only a section may have settings in one of the two alone: those of its set of modules.
+    refused = [name for name in held | wanted if name.partition(".")[0] in fixed and held.get(name) != wanted.get(name)]
+    if refused:
+        texts = [", ".join(f"{name} {settings.get(name)}" for name in refused) for settings in (held, wanted)]
         raise InputError(f"{path}: was trained with {texts[0]}, cannot resume with {texts[1]}")
 
 

@@ -68,7 +68,7 @@ def read_question(text: str, vocab: Vocab, is_read: bool = True) -> Words:
 
 
 def known_form(word: str, known: Collection[str], is_first: bool) -> str:
-    """Return the known word that `word` is but for its case, or `word` itself."""
+    """Return the known word that differs from `word` only in case, or `word` itself."""
     plain = word.lower()
     forms = (plain.capitalize(), plain) if is_first else (plain, plain.capitalize())
     return next((form for form in (word, *forms) if form in known), word)

@@ -42,13 +42,22 @@ if TYPE_CHECKING:
     from iep.models.checkpoint import Saved
 
 SECTIONS = {
-    "Model and data": (
-        *("model", "data", "out", "config_file", "pg", "ee", "baseline", "programs", "modules", "families"),
-    ),
-    "Training": ("num_train_samples", "freeze", "resume", "dry_run", "help_settings"),
-    "Engine": ("batching", "sharing", "execution", "precision", "features_in_memory"),
-    "Devices": ("device", "placement", "devices"),
-    "Asynchronous training": (*("asynchronous", "num_threads", "max_active_keys", "min_update_frequency"),),
+    "Model and data": [
+        "model",
+        "data",
+        "out",
+        "config_file",
+        "pg",
+        "ee",
+        "baseline",
+        "programs",
+        "modules",
+        "families",
+    ],
+    "Training": ["num_train_samples", "freeze", "resume", "dry_run", "help_settings"],
+    "Engine": ["batching", "sharing", "execution", "precision", "features_in_memory"],
+    "Devices": ["device", "placement", "devices"],
+    "Asynchronous training": ["asynchronous", "num_threads", "max_active_keys", "min_update_frequency"],
 }
 
 

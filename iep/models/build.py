@@ -179,8 +179,10 @@ class Network:
 
 
 def with_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return constructor arguments of the network `name` with the settings of today: those of an earlier version's
-    checkpoint may lack some, which then have their defaults, and have others that were dropped."""
+    """Return the constructor arguments of the network `name` with today's settings.
+
+    Arguments that the checkpoint of an earlier version lacks have their defaults. Former ones are dropped.
+    """
     known = of_today({f"{name}.{key}": value for key, value in kwargs.items()})
     return to_dict(getattr(Config, name)) | {key.removeprefix(f"{name}."): value for key, value in known.items()}
 
@@ -314,11 +316,13 @@ def _problem(
         f"Triton's kernels run on a GPU, not on {device}": not is_cuda and os.environ.get("TRITON_INTERPRET") != "1",
         f"Triton's kernels compute in bfloat16, and precision is {precision}": is_cuda and precision != "bfloat16",
         "Triton's kernels are for modules with weights of their own": engine.shared is not None,
-        "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm": (
+        "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm and context": (
             execution == "cuda_graph" and not engine.can_be_captured
         ),
         "Triton's kernels run only modules whose parameters are all those of convolutions of iep.batching.layers that "
-        "keep the size of the maps (module_norm adds others)": not engine.op_groups(by_kernels=True),
+        "keep the size of the maps (module_norm adds others, and context reads the whole map)": not engine.op_groups(
+            by_kernels=True
+        ),
     }
     return next((problem for problem, holds in problems.items() if holds), None)
 

@@ -56,9 +56,8 @@ class Row:
     """A question with its answer as CLEVR v1.0 has it, and its image.
 
     Attributes:
-        details: what goes along in every format: the indices, the type, the program in prefix order and the number of
-            its functions, the scene as JSON text, and if requested the trace. Parts that the data do not have are
-            missing.
+        details: further columns of every format: the indices, the type, the program in prefix order and the number of
+            its functions, the scene as JSON text, and if requested the trace. A column that the data lack is left out.
     """
 
     question: str
