@@ -89,6 +89,21 @@ def test_a_signal_waits_for_the_current_item_of_a_loader_but_not_for_the_next(ha
     assert (made, got) == ([0, 1], [0])
 
 
+def test_a_stop_that_is_lost_in_a_destructor_is_raised_again(handlers, capfd):
+    class Finished:
+        def __del__(self) -> None:
+            ask()
+            time.sleep(0.01)
+
+    def work() -> None:
+        Finished()
+        time.sleep(5)
+
+    with handled(), pytest.raises(Stopped):
+        work()
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
 def test_only_the_main_thread_has_handlers(handlers):
     entered = []
 

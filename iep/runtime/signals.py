@@ -1,12 +1,14 @@
 """Ctrl-C and SIGTERM -> one line and exit code 130 or 143, without interrupting work that must be completed.
 
 Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is, as Python raises
-`KeyboardInterrupt`. Inside `deferred()` the exception is delayed until the end of the block. `cli/command.py` prints
-the line and exits; `training/loop.py` saves a stopped training run.
+`KeyboardInterrupt`. Inside `deferred()` the exception is delayed until the end of the block. Python drops exceptions in
+destructors and in callbacks of weak references, so that a dropped `Stopped` is raised again a moment later.
+`cli/command.py` prints the line and exits; `training/loop.py` saves a stopped training run.
 """
 
 import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,8 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _PR_SET_PDEATHSIG = 1
+_MOMENT = 0.01
+"""Seconds after which a `Stopped` that was dropped is raised again."""
 
 _stop_signal: signal.Signals | None = None
 _depth = 0
@@ -48,11 +52,16 @@ def handled() -> Iterator[None]:
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is _request_stop:
         yield
         return
-    before = [signal.signal(number, _request_stop) for number in SIGNALS]
+    handlers = {**dict.fromkeys(SIGNALS, _request_stop), signal.SIGALRM: _raise_again}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda dropped: _note_dropped(dropped) or hook(dropped)
     try:
         yield
     finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
+        for number, handler in before.items():
             signal.signal(number, handler)
         _stop_signal = None
 
@@ -91,6 +100,19 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
     _stop_signal = signal.Signals(number)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not _depth:
+        raise Stopped(_stop_signal)
+
+
+def _note_dropped(dropped: "sys.UnraisableHookArgs") -> bool:
+    """Return whether the exception that Python dropped is `Stopped`, which is then raised again after a moment."""
+    is_stop = isinstance(dropped.exc_value, Stopped)
+    if is_stop:
+        signal.setitimer(signal.ITIMER_REAL, _MOMENT)
+    return is_stop
+
+
+def _raise_again(number: int, frame: FrameType | None) -> None:
+    if _stop_signal is not None and not _depth:
         raise Stopped(_stop_signal)
 
 
