@@ -11,11 +11,11 @@ import pytest
 from batching_cases import LEAF, UNARY_A, matrix, quick, toy_programs, tree_graph
 from hypothesis import example, given, settings
 
-from iep.batching import sharing
+from iep.batching import sharing, supersequence
 from iep.batching.graph import Graph, graph_from_prefix
-from iep.batching.lookahead import short_supersequence
 from iep.batching.schedulers import SCHEDULERS, Schedule, lower_bound, make_schedule
 from iep.batching.sharing import share
+from iep.batching.supersequence import short_supersequence
 from iep.programs import SCENE, arity, json_to_prefix
 from iep.synth.presets import PRESETS
 from iep.synth.synthesize import make_image
@@ -239,11 +239,16 @@ some_strings = st.integers(1, 5).flatmap(
 )
 
 
-@given(strings=some_strings)
+@given(strings=some_strings, window=st.sampled_from([3, 7, supersequence.WINDOW]))
 @settings(quick, max_examples=150)
-def test_a_supersequence_holds_every_string(strings):
-    calls = short_supersequence(matrix(strings, pad=-1))
+def test_a_supersequence_holds_every_string_and_none_of_its_ops_can_be_left_out(strings, window):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supersequence, "WINDOW", window)
+        calls = short_supersequence(matrix(strings, pad=-1))
     assert all(is_subsequence(string, calls) for string in strings)
+    for left_out in range(len(calls)):
+        shorter = calls[:left_out] + calls[left_out + 1 :]
+        assert not all(is_subsequence(string, shorter) for string in strings)
 
 
 def test_lookahead_needs_hardly_more_calls_than_the_exact_answer_and_no_more_than_other_schedulers_on_small_graphs():

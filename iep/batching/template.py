@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from iep.batching.graph import Graph
-from iep.batching.lookahead import last_calls, op_strings, short_supersequence
+from iep.batching.paths import op_strings
 from iep.batching.plan import Argument, Call, Column, Plan, Result, make_op_group
-from iep.batching.schedulers import reads_of
+from iep.batching.schedulers import last_calls, reads_of
+from iep.batching.supersequence import short_supersequence
 
 MARGIN = 2.0
 """A call has rows for this many square roots of nodes beyond the most that any sample graph runs in it."""
