@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 # This is the name in PyTorch's documentation of fake tensors; there is no public one.
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from iep.batching.layers import computed_by
 from iep.dynamic.future import LEAF, Nested, in_place_error, recording_into, split
 from iep.dynamic.rowwise import deferrable, is_batched
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
-COUNTS_INDICES = "scale_grad_by_freq counts the indices of all samples"
 MOST_KERNELS = 256
 """The greatest number of kernels of one function or module that are kept."""
 NO_RESULT, _ = split(None)
@@ -127,8 +127,8 @@ def _find_kernel(function: Callable, arguments: Nested, specs: Sequence[Spec]) -
         return Kernel(NOW, _text(failure))
     if any(leaf._version for leaf in leaves):
         raise in_place_error(name_of(function))
+    reason = fake.why_singly()
     args, kwargs = arguments.fill([LEAF] * len(specs))
-    reason = COUNTS_INDICES if kwargs.get("scale_grad_by_freq") else fake.why_singly()
     is_rowwise = is_batched(function, args, kwargs, specs)
     how = SINGLY if reason else DIRECT if is_rowwise else VMAP
     kernel = Kernel(how, reason, tuple(map(Spec.of, tensors)), result, tuple(one.requires_grad for one in tensors))
@@ -224,14 +224,23 @@ def name_of(function: Callable) -> str:
     return name.strip("_") if name else repr(function)
 
 
-class FakeRun:
-    """The receiver of module calls during a run with fake tensors, which passes them to twins."""
+class FakeRun(TorchFunctionMode):
+    """The receiver of module calls during a run with fake tensors, which passes them to twins.
+
+    As a mode of functions it also notices `scale_grad_by_freq`, which no result of a run on fake tensors shows.
+    """
 
     def __init__(self, mode: FakeTensorMode):
+        super().__init__()
         self._mode = mode
         self._twins: dict[nn.Module, nn.Module] = {}
         self._buffers: dict[nn.Module, list[tuple]] = {}
         """The buffers of every twin before its call."""
+        self._counts_indices = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self._counts_indices |= bool(kwargs and kwargs.get("scale_grad_by_freq"))
+        return func(*args, **(kwargs or {}))
 
     def handles(self, module: nn.Module) -> bool:
         """Return whether a module is not a twin itself."""
@@ -252,12 +261,12 @@ class FakeRun:
     def why_singly(self) -> str:
         """Return the reason why a call on many samples would silently differ from one call for each, or ""."""
         for twin, before in self._buffers.items():
-            if reason := why_undivided(twin):
-                return reason
+            if has_backward_hooks(twin):
+                return f"{type(twin).__name__} has backward hooks, which are called for each sample"
             changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
             if changed:
                 return f"{type(twin).__name__} changes its buffer {changed[0]}"
-        return ""
+        return "scale_grad_by_freq counts the indices of all samples" if self._counts_indices else ""
 
     def _twin_of(self, module: nn.Module) -> nn.Module:
         if module in self._twins:
@@ -272,14 +281,10 @@ class FakeRun:
         return twin
 
 
-def why_undivided(function: Callable) -> str:
-    """Return the reason why calls of a module must run one by one, without its parts being recorded, or ""."""
-    for part in _parts_of(function):
-        if part._backward_hooks or part._backward_pre_hooks:  # no public method of a module tells of its hooks
-            return f"{type(part).__name__} has backward hooks, which are called for each sample"
-        if getattr(part, "scale_grad_by_freq", False):
-            return COUNTS_INDICES
-    return ""
+def has_backward_hooks(function: Callable) -> bool:
+    """Return whether a module or a part of it has backward hooks, so that its calls must run one by one, undivided."""
+    # No public method of a module tells of its hooks.
+    return any(part._backward_hooks or part._backward_pre_hooks for part in _parts_of(function))
 
 
 def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:
@@ -294,7 +299,7 @@ def fake_run() -> Iterator[FakeRun]:
     try:
         with _one_at_a_time, FakeTensorMode(allow_non_fake_inputs=True) as mode:
             run = FakeRun(mode)
-            with torch.inference_mode(False), torch.set_grad_enabled(grad), recording_into(run):
+            with torch.inference_mode(False), torch.set_grad_enabled(grad), recording_into(run), run:
                 yield run
     finally:
         torch.set_autocast_cache_enabled(is_cached)

@@ -22,7 +22,7 @@ from iep.batching.execute import execute
 from iep.batching.plan import make_plan
 from iep.batching.schedulers import make_schedule
 from iep.dynamic.future import Future, current_recorder, recording_into
-from iep.dynamic.kernels import is_autograd_function, run_group, why_undivided
+from iep.dynamic.kernels import has_backward_hooks, is_autograd_function, run_group
 from iep.dynamic.plan_cache import cached_plan
 from iep.dynamic.recording import Recording, lower
 from iep.dynamic.report import BatchingReport
@@ -74,7 +74,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         self._by_op, self._scheduler = granularity == "op", scheduler
         self._share, self._defer = share, defer_weight_grads
         self._report, self._is_entered = BatchingReport(), False
-        self._why_undivided = cache(why_undivided)
+        self._is_hooked = cache(has_backward_hooks)
 
     def __enter__(self) -> Self:
         if self._is_entered:
@@ -112,7 +112,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
     def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call a module or function now, on futures, and record the functions that it calls."""
-        if is_autograd_function(function) or self._why_undivided(function):
+        if is_autograd_function(function) or self._is_hooked(function):
             return self._recording.record(function, args, kwargs)
         function = partial(_original_call, function) if isinstance(function, nn.Module) else function
         future_for = self._recording.future_for
