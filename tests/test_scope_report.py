@@ -153,8 +153,19 @@ def test_shared_nodes_run_once_unless_they_read_other_results(share):
     assert sum(op.nodes for op in batch.report().ops if op.name == "Linear") == (2 + 4 if share else 3 + 6)
 
 
+class Frequent(nn.Module):
+    """A module that calls an embedding whose gradient counts the indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 2))
+
+    def forward(self, index):
+        return functional.embedding(index, self.weight, scale_grad_by_freq=True)
+
+
 def test_the_report_says_what_was_not_batched_and_why():
-    gate, norm, frequent = Gate(), nn.BatchNorm1d(2), nn.Embedding(3, 2, scale_grad_by_freq=True)
+    gate, norm, frequent = Gate(), nn.BatchNorm1d(2), Frequent()
     with warnings.catch_warnings(record=True) as caught, scope(gate, norm, frequent) as batch:
         warnings.simplefilter("always")
         found = [gate(torch.tensor([value, value])) for value in (1.0, -1.0)]
@@ -166,7 +177,7 @@ def test_the_report_says_what_was_not_batched_and_why():
     report = batch.report()
     assert {op.name: op.reason for op in report.ops if op.how == "singly"} == {
         "BatchNorm1d": "BatchNorm1d changes its buffer num_batches_tracked",
-        "Embedding": "scale_grad_by_freq counts the indices of all samples",
+        "Frequent": "scale_grad_by_freq counts the indices of all samples",
     }
     assert report.ran_at_once == {
         ("Gate", "its control flow or a shape depends on values"): 2,
