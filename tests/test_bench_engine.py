@@ -73,6 +73,8 @@ COUNT = "count filter_color[red] scene"
             1,
             ["program 1, token 1", "did you mean"],
         ),
+        (["engine", "--config", "mini/pg"], 1, ["mini/pg", "settings of pg, expected those of a model with an engine"]),
+        (["plan", "--program", COUNT, "--program", ""], 1, ["program 1 is empty"]),
         (["plan", "--data", "no/such"], 1, ["no/such/vocab.json", "no such file"]),
         (["plan", "--program", COUNT, "--modules", "tbd", "--scene", "stem"], 1, ["scene is 'stem'", "modules iep"]),
     ],

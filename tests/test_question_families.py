@@ -16,7 +16,7 @@ from iep.data.question_file import Questions, read_questions
 from iep.errors import InputError
 
 FAMILIES = 13
-"""Of the tiny data set; a question's family is its row modulo this."""
+"""The number of question families of the tiny data set. The family of a question is its row modulo this number."""
 
 
 def questions_of(path: Path, lengths: dict[int, list[int]]) -> Questions:

@@ -166,7 +166,7 @@ def test_a_line_of_the_metrics_that_a_kill_cut_short_is_dropped(tmp_path: Path):
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_the_newest_few_are_kept_until_the_next_is_there_and_the_best_always(data, tmp_path, monkeypatch, keep: int):
-    """Of two equal scores, the newer one is the best."""
+    """Check the checkpoints of a run in which two validations have the best score, and the newer one is kept."""
     scores, seen = iter([0.0, 0.1, 0.9, 0.9, 0.3, 0.1]), []
 
     def watched(path: Path, content: dict) -> None:

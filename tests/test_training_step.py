@@ -46,7 +46,7 @@ def batch(split: Split) -> Batch:
 
 
 def answers_of_its_own(task: JointTask, batch: Batch, seed: int) -> list[int]:
-    """What the engine answers to the programs that are drawn after seeding with `seed`."""
+    """Return the engine's answers to the programs that are sampled with the seed `seed`."""
     torch.manual_seed(seed)
     programs_BL, _ = sample(task.generator, batch.questions, task.config.max_program_length, task.config.temperature)
     return task.engine.reference(batch.features[batch.image_rows], programs_BL).argmax(1).tolist()

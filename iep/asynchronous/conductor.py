@@ -175,6 +175,7 @@ def run_threads(
             queues[conductor.step(entry[1]).worker].put(entry)
 
     def work(worker: int) -> None:
+        """Run the tasks of a worker, the most urgent first, until its queue holds None."""
         try:
             while (task := queues[worker].get()[1]) is not None:
                 start = time.perf_counter()

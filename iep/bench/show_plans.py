@@ -121,6 +121,8 @@ def show_plans(
 
 def _tokens(number: int, text: str, known: tuple[str, ...]) -> list[str]:
     tokens = text.split()
+    if not tokens:  # perhaps a shell variable that is not set
+        raise InputError(f"program {number} is empty, expected functions in prefix order, such as: count scene")
     for position, token in enumerate(tokens):
         if token not in known:
             raise InputError(f"program {number}, token {position}: unknown function {token!r}{nearest(token, known)}")

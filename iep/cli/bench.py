@@ -19,7 +19,7 @@ from iep.cli.options import (
     device_settings,
     placement_options,
 )
-from iep.config import MODULES, PRECISIONS, Config, EngineConfig, read_config
+from iep.config import MODULES, PRECISIONS, WITH_ENGINE, Config, EngineConfig, read_config
 from iep.errors import InputError
 from iep.execution_engine.choices import SCENES, is_outside
 
@@ -155,9 +155,12 @@ def trusted_config(file: Path | None, settings: Sequence[str]) -> Config:
     """Return the settings of a file and of KEY=VALUE arguments, which alone may name modules of another package.
 
     Raises:
-        InputError: the file names such modules, and the arguments do not, or the settings are invalid.
+        InputError: the file names such modules, and the arguments do not, or the settings are invalid or are those of a
+            model without an execution engine.
     """
     config = read_config(file, settings)
+    if config.model not in WITH_ENGINE:
+        raise InputError(f"{file}: has the settings of {config.model}, expected those of a model with an engine")
     modules = config.engine.modules
     if is_outside(modules) and not any(each.startswith("engine.modules=") for each in settings):
         what = f"its modules are {modules!r}, code of another package, which is executed only if you name it"

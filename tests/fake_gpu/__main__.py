@@ -16,7 +16,8 @@ ACTIONS = {
     r"Launch(Cooperative)?Kernel(Ex|ExC)?$|[gG]emm|gemv|LtMatmul$|Memset": "kernels++;",
     r"Create(_v2|With\w+)?$|^cuModule(LoadData|GetFunction)$|^cuCtxGetCurrent$|Instantiate": "*to = calloc(1, 256);",
 }
-"""What functions do besides returning 0, by their names: start a kernel, or write a handle to their first argument."""
+"""Patterns of the names of driver functions, and the C statement that each of these functions runs before it returns 0:
+it counts a kernel, or writes a handle to its first argument."""
 
 
 def build(folder: Path) -> Path:
