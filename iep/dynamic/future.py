@@ -1,4 +1,4 @@
-"""Futures, which are tensors that are not computed yet, and the recording to which the calls of a thread go.
+"""Futures, which are tensors that are not computed yet, and the recorder to which the calls of a thread go.
 
 Inside a lazy scope, calls return futures. A future knows its shape, dtype and device. PyTorch's functions, methods and
 operators on it are recorded (`recording.py`). Operations that need its values (`float`, `bool`, `item`, printing,
@@ -13,33 +13,90 @@ from contextvars import ContextVar
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # PyTorch has no public name for it yet.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs "
-    "invert and or xor getitem eq ne lt le gt ge"
+IN_PLACE_OPERATORS = frozenset(
+    ["iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem", "set", "delete"]
 )
-IN_PLACE_OPERATORS = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor setitem"
-READERS = (
-    *("__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__array__", "__repr__"),
-    *("__format__", "item", "tolist", "numpy", "cpu", "cuda", "__deepcopy__", "__reduce_ex__"),
+READERS = frozenset(
+    [
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+        "__array__",
+        "__repr__",
+        "__format__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "item",
+        "tolist",
+        "numpy",
+        "cpu",
+        "cuda",
+    ]
 )
 """Methods that need the values of the tensor, or expose it."""
-VIEWS = ("T", "mT", "H", "mH", "real", "imag", "data")
+SHAPES = frozenset(
+    ["dim", "ndimension", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"]
+)
+"""Functions of a tensor's shape and dtype alone."""
+FACTORIES = frozenset(
+    [
+        "new",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_tensor",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+    ]
+)
+"""Functions that make a new tensor, given only the shape, dtype and device of another one."""
+VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
 """Attributes of a tensor that compute another tensor."""
-AFTER_SCOPE = ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+AFTER_SCOPE = frozenset(["backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 """Methods and functions that need the autograd graph of a computed tensor."""
 LEAF = object()
 """The placeholder for a tensor in a nested structure."""
 LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
-current_recorder: ContextVar[Any] = ContextVar("current_recorder", default=None)
-"""The scope or fake run to which the calls of this thread go; None outside of scopes."""
+
+
+class Recorder(Protocol):
+    """What a thread's module calls, and the changes of its modules, are reported to."""
+
+    records: bool
+    """Whether functions on futures are recorded. If not, they run at once, and `note` is called."""
+
+    def handles(self, module: nn.Module) -> bool:
+        """Return whether `call` is to be called in place of the module."""
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the result of the module's call."""
+
+    def changes(self, changed: Any, what: str) -> None:
+        """Prepare for a change of a module's attribute `what`, or of the dict of a module's hooks."""
+
+    def note(self, reason: str) -> None:
+        """Note the reason why the call that is running cannot be recorded."""
+
+
+current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
+"""The recorder of this thread; None outside of scopes."""
 
 
 @contextmanager
@@ -52,25 +109,28 @@ def recording_into(recorder: Any) -> Iterator[None]:
         current_recorder.reset(token)
 
 
-class Future:
+class Future(Tensor):
     """One result of a recorded call. `shape`, `dtype`, `device` and `ndim` are known at once; `value` computes it.
 
-    A future cannot be changed in place.
+    A future cannot be changed in place. To PyTorch's own code it is a tensor on the device "meta".
     """
 
-    __slots__ = ("__weakref__", "_address", "_column", "_recording", "_value")
     __hash__ = object.__hash__
-
-    def __init__(self, recording: Any, column: int, address: int, value: Tensor | None = None):
-        self._recording, self._column, self._address, self._value = recording, column, address, value
+    _recording: Any
+    _column: int
+    _address: int
+    _value: Tensor | None
 
     @property
     def value(self) -> Tensor:
         """The tensor. Inside the scope, reading it runs everything recorded so far.
 
         Raises:
-            ValueError: the scope ended with an exception before the tensor was computed.
+            ValueError: the scope ended with an exception before the tensor was computed, or a recorded call that runs
+                reads the future without having it as an argument.
         """
+        if (recorder := current_recorder.get()) is not None:
+            recorder.note("it reads a future that is not one of its arguments")
         if self._value is None:
             self._recording.run(f"a value is read at {_users_line()}")
         assert self._value is not None
@@ -84,16 +144,8 @@ class Future:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Iterator["Future"]:
+    def __iter__(self) -> Iterator[Tensor]:
         return iter(torch_function(torch.unbind, (self,), {}))
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(Tensor, name)  # raises AttributeError if tensors have no such attribute
-        if name in VIEWS:
-            return torch_function(attribute.__get__, (self,), {})
-        if callable(attribute):
-            return lambda *args, **kwargs: torch_function(attribute, (self, *args), kwargs)
-        return getattr(self.value, name)
 
     @classmethod
     def __torch_function__(
@@ -103,19 +155,29 @@ class Future:
 
 
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Record a function of PyTorch on futures; run it now if their scopes have ended."""
+    """Record a function of PyTorch on futures; run it now if it cannot be recorded, or their scopes have ended."""
+    name = func.__name__
+    if name in SHAPES:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name == "__get__" and getattr(func.__self__, "__name__", "") not in VIEWS:  # type: ignore[attr-defined]
+        return func(args[0].value)
     if _changes_in_place(func) or kwargs.get("inplace") or kwargs.get("out") is not None:
-        raise in_place_error(func.__name__)
+        raise in_place_error(name)
     first = args[0] if args else None
     while isinstance(first, list | tuple) and first:
         first = first[0]  # usually a future, which is found faster than by a walk
     futures = (part for part in chain([first], tree_iter((args, kwargs))) if type(part) is Future)
     recording = next((future._recording for future in futures if not future._recording.is_over), None)
-    if recording is None:
+    if name in FACTORIES and type(first) is Future:
+        empty = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+        return func(empty, *values_of(args[1:]), **values_of(kwargs))
+    recorder = current_recorder.get()
+    if recording is None or recorder is None or not recorder.records or name in READERS:
         forbid_lost_gradients()
         return func(*values_of(args), **values_of(kwargs))
-    if func.__name__ in AFTER_SCOPE:
-        raise ValueError(f"{func.__name__} of a future inside its scope: call it after the scope")
+    if name in AFTER_SCOPE:
+        raise ValueError(f"{name} of a future inside its scope: call it after the scope")
     return recording.record(func, args, kwargs)
 
 
@@ -129,7 +191,7 @@ def in_place_error(what: str) -> ValueError:
 @cache
 def _changes_in_place(func: Callable) -> bool:
     name = func.__name__
-    return name.strip("_") in IN_PLACE_OPERATORS.split() or (name.endswith("_") and not name.endswith("__"))
+    return name.strip("_") in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def forbid_lost_gradients() -> None:
@@ -173,18 +235,3 @@ def _users_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _operator(name: str) -> Callable:
-    function = getattr(Tensor, name)
-    return lambda self, *others: torch_function(function, (self, *others), {})
-
-
-def _reader(name: str) -> Callable:
-    return lambda self, *args, **kwargs: getattr(self.value, name)(*args, **kwargs)
-
-
-for _name in (*OPERATORS.split(), *IN_PLACE_OPERATORS.split()):
-    setattr(Future, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in READERS:
-    setattr(Future, _name, _reader(_name))

@@ -2,41 +2,33 @@
 
 Users write code for one sample. A group runs as `torch.vmap` of that code over its rows, or as one plain call if the
 results are known to be the same (`rowwise.py`). Calls that allow neither run one by one, and the report gives the
-reason. A run on fake tensors, which have no values, finds the structure of the results without side effects: twins with
-the same parameters and copies of the buffers replace the modules.
+reason. The kernel of a module or of a user's function is found by observing its first call (`observing.py`); the kernel
+of one of PyTorch's functions by calling it on meta tensors, which have no values.
 
 Shapes: G rows of a group.
 """
 
-import threading
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from copy import copy
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-
-# This is the name in PyTorch's documentation of fake tensors; there is no public one.
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 
 from iep.batching.layers import computed_by
-from iep.dynamic.future import LEAF, Nested, in_place_error, recording_into, split
-from iep.dynamic.rowwise import deferrable, is_batched
+from iep.dynamic.future import LEAF, Nested, in_place_error, split
+from iep.dynamic.rowwise import counts_indices, is_batched, run_on_group
 
-VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
-MOST_KERNELS = 256
-"""The greatest number of kernels of one function or module that are kept."""
+VMAP, LOOPED, DIRECT, SINGLY = "batched by vmap", "looped by vmap", "batched", "singly"
+NOW, ENTERED = "at once", "entered"
+"""Calls that are not recorded run at once; if they are entered, the calls that they make are recorded."""
 NO_RESULT, _ = split(None)
-REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
-"""The dicts of every module: parameters, buffers, parts and hooks of all kinds."""
-_one_at_a_time = threading.RLock()
-"""A lock for fake tensors, which wrongly share state between threads."""
+READS_VALUES = "its control flow or a shape depends on values"
+COUNTS_INDICES = "scale_grad_by_freq counts the indices of all samples"
 
 
 class Spec(NamedTuple):
@@ -61,9 +53,7 @@ class Kernel:
     """The reason why the calls are not batched; empty if they are."""
     outputs: tuple[Spec, ...] = ()
     result: Nested = NO_RESULT
-    """The structure of the result of a call; not known if `how` is `NOW`."""
-    grads: tuple[bool, ...] = ()
-    """Whether each output can require a gradient; a detached tensor cannot."""
+    """The structure of the result of a call; not known if the calls are not recorded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,73 +73,78 @@ class Op:
     """The columns of the results."""
     result_of: Callable[[list], Any]
     """The function from the tensors or futures of a call to its result."""
-    noted: tuple
-    """The state on which the calls depend besides their arguments, at the time of the first recorded call."""
+    needs_grad: list[bool]
+    """Whether each result required a gradient when a group ran; a detached tensor does not."""
 
 
-_of_modules: WeakKeyDictionary[nn.Module, dict[tuple, Kernel]] = WeakKeyDictionary()
-_of_functions: dict[Callable, dict[tuple, Kernel]] = {}
+def kernel_of_torch(function: Callable, arguments: Nested, specs: Sequence[Spec]) -> Kernel:
+    """Return the kernel of calls of one of PyTorch's functions, found on meta tensors, which have no values.
 
+    Args:
+        arguments: the positional arguments and those by name.
+        specs: the specs of the leaves of `arguments`.
 
-def kernel_of(function: Callable, arguments: Nested, modes: tuple, specs: Sequence[Spec]) -> Kernel:
-    """Return the kernel of calls on leaves with the given `specs`, in the given modes of PyTorch.
-
-    Kernels of modules and of PyTorch's functions are kept for later scopes. Those of the user's functions are not, as
-    these functions may depend on more than their arguments.
+    Raises:
+        ValueError: the function changes a leaf in place.
     """
-    kernels: dict[tuple, Kernel] = {}
-    if isinstance(function, nn.Module):
-        kernels = _of_modules.setdefault(function, kernels)
-    elif (getattr(function, "__module__", None) or "torch").startswith("torch"):
-        kernels = _of_functions.setdefault(function, kernels)
-    described = [
-        (Spec.of(part), part.requires_grad) if isinstance(part, Tensor) else (type(part), repr(part))
-        for part in (*arguments.parts, *tensors_of(function))
-    ]
-    # A `repr` keeps no object alive, and distinguishes 1 from True.
-    key = arguments.structure, *modes, *specs, state_of(function), *described
-    kernel = kernels[key] if key in kernels else _find_kernel(function, arguments, specs)
-    if len(kernels) == MOST_KERNELS:  # a number that differs between calls adds a kernel for each value
-        kernels.clear()
-    if not (isinstance(function, nn.Module) and _has_statics(kernel)):  # numbers may differ in another call
-        kernels[key] = kernel
-    return kernel
-
-
-def _find_kernel(function: Callable, arguments: Nested, specs: Sequence[Spec]) -> Kernel:
+    if function in (functional.batch_norm, functional.instance_norm) and any(part is True for part in arguments.parts):
+        return Kernel(NOW, "it changes running statistics")  # which a call on meta tensors does not show
+    device = specs[0].device
+    with torch.inference_mode(False):  # so that tensors count their changes in place
+        leaves = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
+        constants = {
+            n: torch.empty_like(part, device="meta")
+            for n, part in enumerate(arguments.parts)
+            if isinstance(part, Tensor)
+        }
+    parts = [constants.get(n, _on_meta(part, device)) for n, part in enumerate(arguments.parts)]
     try:
-        with fake_run() as fake:
-            leaves = list(map(_empty, specs))
-            result, tensors = _call(fake.stand_in(function), arguments, leaves)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        return Kernel(NOW, "its control flow or a shape depends on values")
+        with torch.inference_mode(False), torch.no_grad():
+            result, tensors = call_on(function, Nested(arguments.structure, parts), leaves)
+    except NotImplementedError:
+        return Kernel(NOW, READS_VALUES)
     except Exception as failure:  # if the user's code is wrong, it fails again when it runs
         return Kernel(NOW, _text(failure))
     if any(leaf._version for leaf in leaves):
         raise in_place_error(name_of(function))
-    reason = fake.why_singly()
+    if any(tensor._version for tensor in constants.values()):
+        return Kernel(NOW, "it changes an argument that all calls share")
+    outputs = [Spec(each.shape, each.dtype, device if each.is_meta else each.device) for each in tensors]
+    is_counted = counts_indices(function, *arguments.fill([LEAF] * len(specs)))
+    return kernel_of_result(function, arguments, specs, result, outputs, COUNTS_INDICES if is_counted else "")
+
+
+def _on_meta(part: Any, device: torch.device) -> Any:
+    return "meta" if isinstance(part, str | torch.device) and str(part) in (device.type, str(device)) else part
+
+
+def kernel_of_result(
+    function: Callable,
+    arguments: Nested,
+    specs: Sequence[Spec],
+    result: Nested,
+    outputs: Sequence[Spec],
+    why_singly: str = "",
+) -> Kernel:
+    """Return the kernel of calls on leaves with the given `specs`, whose results are known.
+
+    Args:
+        result, outputs: the structure of the result of a call, and the specs of its tensors.
+        why_singly: the reason why the calls cannot be batched, or "".
+    """
+    if not outputs:
+        return Kernel(NOW, "it returns no tensor")
+    if why_singly:
+        return Kernel(SINGLY, why_singly, tuple(outputs), result)
     args, kwargs = arguments.fill([LEAF] * len(specs))
-    is_rowwise = is_batched(function, args, kwargs, specs)
-    how = SINGLY if reason else DIRECT if is_rowwise else VMAP
-    kernel = Kernel(how, reason, tuple(map(Spec.of, tensors)), result, tuple(one.requires_grad for one in tensors))
-    if not tensors or (reason and _has_statics(kernel)):
-        kernel.how = NOW if reason else STATIC
-    return kernel
+    how = DIRECT if is_batched(function, args, kwargs, specs) else VMAP
+    return Kernel(how, "", tuple(outputs), result)
 
 
-def _call(function: Callable, arguments: Nested, leaves: Iterable[Tensor]) -> tuple[Nested, list[Tensor]]:
+def call_on(function: Callable, arguments: Nested, leaves: Iterable[Tensor]) -> tuple[Nested, list[Tensor]]:
+    """Call a function on leaves, and return the structure of its result and its tensors."""
     args, kwargs = arguments.fill(leaves)
     return split(function(*args, **kwargs))
-
-
-def _empty(spec: Spec) -> Tensor:
-    has_grad = spec.dtype.is_floating_point or spec.dtype.is_complex
-    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device, requires_grad=has_grad)
-    return tensor.clone()  # autograd forbids changing a leaf in place; the user would see another error
-
-
-def _has_statics(kernel: Kernel) -> bool:
-    return any(part is not None and part is not LEAF for part in kernel.result.parts)
 
 
 def _text(failure: Exception) -> str:
@@ -160,24 +155,6 @@ def is_autograd_function(function: Callable) -> bool:
     """Return whether a function is the `apply` of a `torch.autograd.Function`."""
     owner = getattr(function, "__self__", None)
     return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-
-
-def tensors_of(function: Callable) -> list[Tensor]:
-    """Return the parameters and buffers of the module that a call runs."""
-    return [tensor for part in _parts_of(function) for tensor in (*part.parameters(False), *part.buffers(False))]
-
-
-def state_of(function: Callable) -> tuple:
-    """Return the state of a module, besides its parameters and buffers, that decides how its calls run."""
-    return tuple(
-        (type(part), part.training, "forward" in vars(part), *(tuple(vars(part).get(name, ())) for name in REGISTRIES))
-        for part in _parts_of(function)
-    )
-
-
-def _parts_of(function: Callable) -> list[nn.Module]:
-    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return list(module.modules()) if isinstance(module, nn.Module) else []
 
 
 def run_group(op: Op, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -191,8 +168,8 @@ def run_group(op: Op, *leaves: Tensor) -> tuple[Tensor, ...]:
         results = _run(op, leaves)
     shapes, expected = [tuple(each.shape[1:]) for each in results], [tuple(spec.shape) for spec in op.kernel.outputs]
     if shapes != expected:
-        why = "it depends on more than its arguments"
-        raise ValueError(f"{name_of(op.function)} returned shapes {shapes}, expected {expected}: {why}")
+        raise _differs(op, f"shapes {shapes}, expected {expected}")
+    op.needs_grad = [before or each.requires_grad for before, each in zip(op.needs_grad, results, strict=True)]
     # In type promotion, a scalar of one sample has lower priority than a vector, and a group of scalars is a vector.
     return tuple(result.to(spec.dtype) for result, spec in zip(results, op.kernel.outputs, strict=True))
 
@@ -200,20 +177,52 @@ def run_group(op: Op, *leaves: Tensor) -> tuple[Tensor, ...]:
 def _run(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     kernel = op.kernel
     if kernel.how == DIRECT:
-        return _call(deferrable(op.function), op.arguments, leaves)[1]
-    if kernel.how == VMAP:
+        return _call(op, leaves, run_on_group(op.function))
+    if kernel.how in (VMAP, LOOPED):
         try:
-            run = torch.vmap(lambda *row: tuple(_call(op.function, op.arguments, row)[1]), randomness="different")
-            with computed_by(None):  # deferred weight gradients do not work within vmap
-                return run(*leaves)
+            return _run_vmap(op, leaves)
+        except _Differs:
+            raise
         except Exception as failure:
             reason = f"vmap cannot: {_text(failure)}"
     samples = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
-    rows = [_call(op.function, op.arguments, sample)[1] for sample in samples]
-    if kernel.how == VMAP:  # the code itself is valid, because it has run
+    rows = [_call(op, sample) for sample in samples]
+    if kernel.how != SINGLY:  # the code itself is valid, because it has run
         kernel.how, kernel.reason = SINGLY, reason
     warnings.warn(f"{name_of(op.function)} runs singly, sample by sample: {kernel.reason}", stacklevel=2)
     return [torch.stack(results) for results in zip(*rows, strict=True)]
+
+
+def _run_vmap(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    run = torch.vmap(lambda *row: tuple(_call(op, row)), randomness="different")
+    with computed_by(None), warnings.catch_warnings(record=True) as caught:  # vmap does not compose with deferral
+        warnings.simplefilter("always")
+        results = run(*leaves)
+    for each in caught:
+        if (slow := re.search(r"batching rule for (aten::\w+)", str(each.message))) is None:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        elif op.kernel.how == VMAP:
+            op.kernel.how, op.kernel.reason = LOOPED, f"vmap runs {slow[1]} sample by sample"
+    return results
+
+
+class _Differs(ValueError):
+    """A call returned something else than the first one of its kind."""
+
+
+def _differs(op: Op, what: str) -> ValueError:
+    why = "it depends on more than its arguments and its module's state"
+    return _Differs(f"{name_of(op.function)} returned {what}: {why}")
+
+
+def _call(op: Op, leaves: Iterable[Tensor], function: Callable | None = None) -> list[Tensor]:
+    result, tensors = call_on(function or op.function, op.arguments, leaves)
+    if result != op.kernel.result:
+        raise _differs(
+            op,
+            f"{result.fill(['tensor'] * len(tensors))}, and before {op.kernel.result.fill(['tensor'] * len(op.columns))}",
+        )
+    return tensors
 
 
 def name_of(function: Callable) -> str:
@@ -222,84 +231,3 @@ def name_of(function: Callable) -> str:
         return type(function).__name__
     name = getattr(function, "__qualname__" if is_autograd_function(function) else "__name__", None)
     return name.strip("_") if name else repr(function)
-
-
-class FakeRun(TorchFunctionMode):
-    """The receiver of module calls during a run with fake tensors, which passes them to twins.
-
-    As a mode of functions it also notices `scale_grad_by_freq`, which no result of a run on fake tensors shows.
-    """
-
-    def __init__(self, mode: FakeTensorMode):
-        super().__init__()
-        self._mode = mode
-        self._twins: dict[nn.Module, nn.Module] = {}
-        self._buffers: dict[nn.Module, list[tuple]] = {}
-        """The buffers of every twin before its call."""
-        self._counts_indices = False
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self._counts_indices |= bool(kwargs and kwargs.get("scale_grad_by_freq"))
-        return func(*args, **(kwargs or {}))
-
-    def handles(self, module: nn.Module) -> bool:
-        """Return whether a module is not a twin itself."""
-        return module not in self._buffers
-
-    def call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call the module's twin."""
-        return self._twin_of(module)(*args, **kwargs)
-
-    def stand_in(self, function: Callable) -> Callable:
-        """Return the replacement of a function, module or method of a module."""
-        if isinstance(function, nn.Module):
-            return self._twin_of(function)
-        if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
-            return MethodType(function.__func__, self._twin_of(function.__self__))
-        return function
-
-    def why_singly(self) -> str:
-        """Return the reason why a call on many samples would silently differ from one call for each, or ""."""
-        for twin, before in self._buffers.items():
-            if has_backward_hooks(twin):
-                return f"{type(twin).__name__} has backward hooks, which are called for each sample"
-            changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
-            if changed:
-                return f"{type(twin).__name__} changes its buffer {changed[0]}"
-        return "scale_grad_by_freq counts the indices of all samples" if self._counts_indices else ""
-
-    def _twin_of(self, module: nn.Module) -> nn.Module:
-        if module in self._twins:
-            return self._twins[module]
-        twin = self._twins[module] = object.__new__(type(module))
-        vars(twin).update({name: copy(value) if name in REGISTRIES else value for name, value in vars(module).items()})
-        for name, part in module.named_children():
-            setattr(twin, name, self._twin_of(part))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(twin, name, self._mode.from_tensor(buffer))
-        self._buffers[twin] = _buffers_of(twin)
-        return twin
-
-
-def has_backward_hooks(function: Callable) -> bool:
-    """Return whether a module or a part of it has backward hooks, so that its calls must run one by one, undivided."""
-    # No public method of a module tells of its hooks.
-    return any(part._backward_hooks or part._backward_pre_hooks for part in _parts_of(function))
-
-
-def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:
-    return [(name, id(buffer), buffer._version) for name, buffer in module.named_buffers(recurse=False)]
-
-
-@contextmanager
-def fake_run() -> Iterator[FakeRun]:
-    """Run a block with fake tensors. Inference mode is off, so that tensors count their changes in place."""
-    grad, is_cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # it would keep fake weights
-    try:
-        with _one_at_a_time, FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            run = FakeRun(mode)
-            with torch.inference_mode(False), torch.set_grad_enabled(grad), recording_into(run), run:
-                yield run
-    finally:
-        torch.set_autocast_cache_enabled(is_cached)

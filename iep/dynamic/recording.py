@@ -1,8 +1,9 @@
 """Calls on futures -> nodes: the calls that a lazy scope has recorded since its last run, in plain lists of integers.
 
 The *address* of result r of node n is n * MOST_RESULTS + r; tensors from outside have -1, -2, ... Nodes with the same
-key (function or module, structure, shapes, dtypes, devices and static values of its arguments, gradients on or off,
-autocast) have the same op. `lower` makes a graph of them.
+key have the same op. The key is everything on which a call depends: the function or module and the module's state, the
+structure, shapes, dtypes, devices and static values of the arguments, gradients on or off, and autocast. `lower` makes
+a graph of the nodes.
 
 A run computes every future that is still referenced. Nothing recorded before a run is therefore used after it: the
 recording starts anew, and computed futures are treated as tensors from outside.
@@ -11,12 +12,11 @@ Shapes: N nodes, O ops, U arguments of all nodes, A greatest number of one node,
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -27,12 +27,22 @@ from iep.batching.graph import Graph
 from iep.batching.plan import Read, Signature, Types
 from iep.batching.sharing import share
 from iep.dynamic.future import LEAF, Future, Nested, forbid_lost_gradients, recording_into, split, values_of
-from iep.dynamic.kernels import NOW, STATIC, Kernel, Op, Spec, kernel_of, name_of, state_of, tensors_of
+from iep.dynamic.kernels import ENTERED, NOW, Kernel, Op, Spec, is_autograd_function, kernel_of_torch, name_of
+from iep.dynamic.observing import State, module_of, observe, plain_key, state_of, version_of
+from iep.dynamic.report import BatchingReport
 
-STATIC_KINDS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
-"""The types of most arguments that are not tensors."""
+STATIC_KINDS = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
+"""The types of most arguments that are not tensors. Equal values of one of these types are the same value."""
 MOST_RESULTS = 1 << 16
 """A number above that of the results of any node."""
+MOST_KERNELS = 4096
+"""The greatest number of kernels of one function or module that are kept."""
+_of_modules: WeakKeyDictionary[nn.Module, dict[tuple, Kernel]] = WeakKeyDictionary()
+_of_torch: dict[Callable, dict[tuple, Kernel]] = {}
+
+
+class OpaqueError(Exception):
+    """An argument is not a tensor, a plain value, or a nested structure of these."""
 
 
 class Recording:
@@ -41,16 +51,27 @@ class Recording:
     Args:
         run: a function that gives the referenced futures their values. It is called with the recording, these futures
             in the order of their addresses, and the reason for the run.
-        ran_at_once: counts the calls that cannot be recorded, by their name and the reason.
+        enter: a function that makes a call at once, whose own calls are recorded.
+        report: counts the calls that are observed or run at once.
         constants: tensors that are shared by all calls, besides parameters.
     """
 
-    def __init__(self, run: Callable, ran_at_once: Counter[tuple[str, str]], constants: Iterable[Tensor]):
-        self._run, self._ran_at_once, self.is_over = run, ran_at_once, False
+    def __init__(self, run: Callable, enter: Callable, report: BatchingReport, constants: Iterable[Tensor]):
+        self._run, self._enter, self._report = run, enter, report
+        self.is_over = self._is_running = False
         self._constants = {id(tensor): tensor for tensor in constants}
         self.specs: list[Spec] = []
         """The spec of the values of each column."""
+        self.pending: list[Tensor] = []
+        """By column, a tensor without values, of which the futures are views."""
         self._columns: dict[Spec, int] = {}
+        self._kernels: dict[tuple, Kernel] = {}
+        """The kernels of this scope, by the keys of their calls."""
+        self._states: dict[Callable, tuple[int, State]] = {}
+        """The numbers and states of the modules that were called since a module has last changed."""
+        self._numbers: dict[tuple, int] = {}
+        self._modules: dict[int, nn.Module] = {}
+        """By `id`, the modules on which recorded calls depend."""
         self._start()
 
     def _start(self) -> None:
@@ -67,51 +88,93 @@ class Recording:
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
 
     def run(self, why: str) -> None:
-        """Run the recorded calls, which gives all referenced futures their values; `why` is the reason for the run."""
+        """Run the recorded calls, which gives all referenced futures their values; `why` is the reason for the run.
+
+        Raises:
+            ValueError: the scope has ended with an exception, the recorded calls are already running, or a module or
+                tensor changed after a call of it was recorded.
+        """
         if self.is_over:
             raise ValueError("the scope of this future ended with an exception before it was computed")
+        if self._is_running:
+            raise ValueError("a recorded call reads a future that is not one of its arguments: pass it as an argument")
         futures = [future for reference in list(self._held) if (future := reference()) is not None]
         if futures:
             self._check_unchanged()
-            with recording_into(None):
-                self._run(self, sorted(futures, key=lambda future: future._address), why)
+            self._is_running = True
+            try:
+                with recording_into(None):
+                    self._run(self, sorted(futures, key=lambda future: future._address), why)
+            finally:
+                self._is_running = False
         self._start()
 
     def end(self) -> None:
         """Release everything that futures do not refer to."""
         self._start()
-        self._constants.clear()
+        for kept in (self._constants, self._kernels, self._states, self._numbers, self._modules):
+            kept.clear()
         self.is_over = True
-        del self._run
+        del self._run, self._enter, self._report
 
-    def _note(self, function: Callable, tensors: Iterable[Tensor] = ()) -> tuple:
-        """Note the versions of tensors, and return the state of a module on which its calls depend."""
-        own = tensors_of(function)
-        for tensor in (*own, *tensors):
-            self._versions.setdefault(id(tensor), (tensor, _version_of(tensor)))
-        return state_of(function), list(map(id, own))
+    def changes(self, changed: Any, what: str) -> None:
+        """Run the recorded calls if they depend on a module, or the dict of its hooks, that is about to change."""
+        owners = [changed] if isinstance(changed, nn.Module) else self._modules.values()
+        for owner in owners:
+            if id(owner) in self._modules and (
+                owner is changed or any(part is changed for part in vars(owner).values())
+            ):
+                self.run(f"{name_of(owner)}.{what} is about to change")
+                self._forget_states()
+                return
+
+    def _forget_states(self) -> None:
+        self._states.clear()
+        # The key of a call of the user's function does not include the states of the modules that the function calls.
+        self._kernels = {key: kernel for key, kernel in self._kernels.items() if isinstance(key[0], nn.Module)}
+        self._ops_by_key.clear()
+
+    def _state_number(self, function: Callable) -> int:
+        """Return a number that tells the states of a module apart."""
+        found = self._states.get(function)
+        if found is None:
+            module = module_of(function)
+            state = state_of(*([] if module is None else [module]))
+            self._modules |= state.modules
+            found = self._numbers.setdefault(tuple(state.facts.items()), len(self._numbers)), state
+            self._states[function] = found
+        return found[0]
+
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._versions.setdefault(id(tensor), (tensor, version_of(tensor)))
 
     def _check_unchanged(self) -> None:
         """Raise a ValueError if the state on which calls depend has changed since they were recorded."""
         when = "after a call was recorded and before it ran: calls run when a value is read, and at the scope's end"
-        for op in self.ops:
-            if self._note(op.function) != op.noted:
-                raise ValueError(f"{name_of(op.function)} was changed (parts, hooks or training mode) {when}")
         for tensor, version in self._versions.values():
-            if _version_of(tensor) != version:
+            if version_of(tensor) != version:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} was changed in place {when}")
+        for function in {op.function for op in self.ops if module_of(op.function) is not None}:
+            if changed := state_of(module_of(function)).changed_since(self._states[function][1]):
+                raise ValueError(f"{changed[0]} was changed {when}")
 
     def future_for(self, value: Any) -> Any:
         """Return a nested value in which futures replace the tensors that belong to one sample."""
+        if type(value) is Future or type(value) in STATIC_KINDS:
+            return value
         if isinstance(value, Tensor):
-            return Future(self, self._column(Spec.of(value)), 0, value) if self._is_samples(value) else value
-        is_known = type(value) is Future or type(value) in STATIC_KINDS
-        return value if is_known else tree_map_only(Tensor, self.future_for, value)
+            return self._future(self._column(Spec.of(value)), 0, value) if self._is_samples(value) else value
+        return tree_map_only(Tensor, self.future_for, value)
+
+    def _future(self, column: int, address: int, value: Tensor | None = None) -> Future:
+        future = self.pending[column].as_subclass(Future)
+        future._recording, future._column, future._address, future._value = self, column, address, value
+        return future
 
     def _is_samples(self, value: Any) -> bool:
         """Return whether a value is a future, or a tensor that is not shared by all calls."""
-        is_shared = type(value) is nn.Parameter or id(value) in self._constants
-        return isinstance(value, Tensor | Future) and not is_shared
+        return isinstance(value, Tensor) and type(value) is not nn.Parameter and id(value) not in self._constants
 
     def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Add a node for `function(*args, **kwargs)`, and return futures in the structure of its result.
@@ -119,24 +182,25 @@ class Recording:
         If the call cannot be a node, it runs now, and its result is returned.
         """
         forbid_lost_gradients()
-        key: list = [function, is_grad_enabled(), getattr(function, "training", None), _autocast()]
+        key: list = [function, self._state_number(function), is_grad_enabled(), _autocast(), len(args), *kwargs]
         addresses: list[int] = []
         try:
-            self._walk((*args, kwargs) if kwargs else args, key, addresses)
-            op = self._ops_by_key.get(tuple(key))
-        except TypeError as failure:
-            return self._run_now(function, args, kwargs, f"{failure}")
+            self._walk(args, key, addresses)
+            self._walk(kwargs.values(), key, addresses)
+        except OpaqueError as failure:
+            how = NOW if _is_torch(function) else ENTERED
+            return self._run_now(Kernel(how, f"{failure}"), function, args, kwargs)
+        op = self._ops_by_key.get(tuple(key))
         if op is None:
-            self._add_op(tuple(key), function, args, kwargs)
-            return self.record(function, args, kwargs)
+            return self._record_first(tuple(key), function, args, kwargs)
         if isinstance(op, Kernel):
-            return op.result.fill(()) if op.how == STATIC else self._run_now(function, args, kwargs, op.reason)
+            return self._run_now(op, function, args, kwargs)
 
         address, held, futures = len(self.node_op) * MOST_RESULTS, self._held, []
         self.node_op.append(op.index)
         self.arguments.extend(addresses)
         for column in op.columns:
-            future = Future(self, column, address)
+            future = self._future(column, address)
             held.add(ref(future, held.discard))
             futures.append(future)
             address += 1
@@ -150,28 +214,27 @@ class Recording:
                 key.append(value._column)
                 addresses.append(value._address)
             elif kind in STATIC_KINDS:
-                # 1 and True are equal, and so are 0.0 and -0.0.
-                key += (kind, repr(value) if kind is float else value)
-            elif kind is Future or isinstance(value, Tensor):
+                key += (kind, value)
+            elif isinstance(value, Tensor):
                 self._walk_tensor(value.value if kind is Future else value, key, addresses)
             elif kind is tuple or kind is list:
                 key += (kind, len(value))
                 self._walk(value, key, addresses)
             elif kind is dict:
-                key += (dict, len(value), *value)
-                self._walk(value.values(), key, addresses)
+                key += (kind, len(value))
+                self._walk([part for item in value.items() for part in item], key, addresses)
             elif kind is slice:
-                bounds = value.start, value.stop, value.step
-                if not all(type(bound) in STATIC_KINDS for bound in bounds):
-                    raise TypeError("a slice depends on values")
-                key += (slice, *bounds)
+                if any(isinstance(bound, Tensor) for bound in (value.start, value.stop, value.step)):
+                    raise OpaqueError("a slice depends on values")
+                key += (kind, value.start, value.stop, value.step)
+            elif (plain := plain_key(value)) is not None:
+                key.append(plain)
             else:
                 parts, structure = tree_flatten(value)
                 if structure.is_leaf():
-                    key += (kind, value)
-                else:
-                    key.append(structure)
-                    self._walk(parts, key, addresses)
+                    raise OpaqueError(f"an argument is a {kind.__name__}, whose contents are unknown")
+                key.append(structure)
+                self._walk(parts, key, addresses)
 
     def _walk_tensor(self, tensor: Tensor, key: list, addresses: list[int]) -> None:
         if type(tensor) is nn.Parameter:
@@ -183,43 +246,111 @@ class Recording:
         if address is None:
             self.inputs.append(tensor)
             self.input_columns.append(self._column(Spec.of(tensor)))
-            self._versions[id(tensor)] = tensor, _version_of(tensor)
+            self._versions[id(tensor)] = tensor, version_of(tensor)
             address = self._input_addresses[id(tensor)] = -len(self.inputs)
         key.append(self.input_columns[-1 - address])
         addresses.append(address)
 
-    def _add_op(self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Add the op of the calls with `key`."""
+    def _record_first(self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Record a call of a kind that has no op yet. If it has no kernel either, run it now and observe it."""
         arguments, leaves = split((args, dict(kwargs)), self._is_samples)
-        kernel, modes = Kernel(NOW, "no argument is a tensor"), (is_grad_enabled(), _autocast())
+        specs = [Spec.of(leaf) for leaf in leaves]
+        kernel = Kernel(NOW, "no argument is a tensor")
         if leaves:
-            with recording_into(None):
-                kernel = kernel_of(function, arguments, modes, list(map(Spec.of, leaves)))
-        if kernel.how in (STATIC, NOW):
+            kernels, kept_key = self._kept_kernels(function, arguments, key[2:4], specs)
+            found = self._kernels.get(key) or kernels.get(kept_key)
+            if found is None and _is_torch(function) and not _autocast():
+                with recording_into(None):
+                    found = kernels[kept_key] = kernel_of_torch(function, arguments, specs)
+            if found is None:
+                return self._observe(key, kernels, kept_key, function, arguments, leaves)
+            kernel = found
+        self._kernels[key] = kernel
+        if kernel.how in (NOW, ENTERED):
             self._ops_by_key[key] = kernel
-            return
+        else:
+            self._add_op(key, function, arguments, kernel)
+        return self.record(function, args, kwargs)
+
+    def _kept_kernels(
+        self, function: Callable, arguments: Nested, modes: tuple, specs: Sequence[Spec]
+    ) -> tuple[dict[tuple, Kernel], tuple]:
+        """Return the kernels that are kept for later scopes, and the key among them of a call.
+
+        Kernels of modules with a complete state and of PyTorch's functions are kept. Kernels of the user's functions
+        are not, as these functions may depend on more than their arguments.
+        """
+        kernels: dict[tuple, Kernel] = {}
+        state = self._states[function][1]
+        if isinstance(function, nn.Module) and state.is_complete:
+            kernels = _of_modules.setdefault(function, kernels)
+        elif _is_torch(function):
+            kernels = _of_torch.setdefault(function, kernels)
+        if len(kernels) == MOST_KERNELS:  # a number that differs between calls adds a kernel for each value
+            kernels.clear()
+        constants = [
+            (Spec.of(part), part.requires_grad) if isinstance(part, Tensor) else plain_key(part)
+            for part in arguments.parts
+        ]
+        return kernels, (arguments.structure, *modes, *specs, *constants, *state.facts.items())
+
+    def _observe(
+        self,
+        key: tuple,
+        kernels: dict[tuple, Kernel],
+        kept_key: tuple,
+        function: Callable,
+        arguments: Nested,
+        leaves: Sequence[Any],
+    ) -> Any:
+        """Make a call now, and keep the kernel that it shows."""
+        if any(type(leaf) is Future and leaf._value is None for leaf in leaves):
+            self.run(f"the first call of {name_of(function)} is observed")
+        values = [leaf.value if type(leaf) is Future else leaf for leaf in leaves]
+        kernel, result, observer = observe(function, arguments, values)
+        if observer.is_changed:
+            self._forget_states()
+        else:
+            self._kernels[key] = kernel
+            if observer.modules.keys() <= self._states[function][1].modules.keys():
+                kernels[kept_key] = kernel
+        self._modules |= observer.modules
+        self._report.add_first(function, kernel)
+        return self.future_for(result)
+
+    def _add_op(self, key: tuple, function: Callable, arguments: Nested, kernel: Kernel) -> None:
         columns = tuple(map(self._column, kernel.outputs))
-        constants = [part for part in arguments.parts if isinstance(part, Tensor)]
-        result_of, noted = _result_of(kernel.result, len(columns)), self._note(function, constants)
-        op = Op(len(self.ops), function, arguments, *modes, kernel, columns, result_of, noted)
+        needs_grad = [False] * len(columns)
+        result_of = _result_of(kernel.result, len(columns))
+        op = Op(len(self.ops), function, arguments, *key[2:4], kernel, columns, result_of, needs_grad)
         self._ops_by_key[key] = op
         self.ops.append(op)
+        self._note(part for part in arguments.parts if isinstance(part, Tensor))
+        self._note(tensor for tensor, _ in self._states[function][1].tensors.values())
 
     def _column(self, spec: Spec) -> int:
         column = self._columns.setdefault(spec, len(self.specs))
         if column == len(self.specs):
             self.specs.append(spec)
+            self.pending.append(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
         return column
 
-    def _run_now(self, function: Callable, args: tuple, kwargs: Mapping[str, Any], why: str) -> Any:
-        self._ran_at_once[name_of(function), why] += 1
+    def _run_now(self, kernel: Kernel, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        self._report.ran_at_once[name_of(function), kernel.reason] += 1
+        if kernel.how == ENTERED:
+            return self._enter(function, args, kwargs)
         with recording_into(None):
-            return function(*values_of(args), **values_of(dict(kwargs)))
+            result = function(*values_of(args), **values_of(dict(kwargs)))
+        if _is_torch(function):
+            return result
+        self._forget_states()
+        return self.future_for(result)
 
 
-def _version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None for a tensor of inference mode, which has no counter."""
-    return None if tensor.is_inference() else tensor._version
+def _is_torch(function: Callable) -> bool:
+    """Return whether PyTorch itself defines a function, which then runs no code of the user."""
+    is_users = module_of(function) is not None or is_autograd_function(function)
+    return not is_users and (getattr(function, "__module__", None) or "torch").startswith("torch")
 
 
 def _result_of(result: Nested, count: int) -> Callable[[list[Future]], Any]:
@@ -239,12 +370,12 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 def lower(
     recording: Recording, futures: Sequence[Future], shared: bool = False
-) -> tuple[Graph, Types, list[Tensor], list[list[tuple[Future, bool]]]]:
+) -> tuple[Graph, Types, list[Tensor], list[list[tuple[Future, Op, int]]]]:
     """Return the graph that computes `futures`. If `shared`, nodes of one op with equal arguments are merged.
 
     Returns:
         The graph, its types, the tensors that are its inputs, and for each of the types' roots the futures that it
-        computes, with whether they can require gradients.
+        computes, with the op that makes each, and the position among the op's results.
     """
     ops, op_N, address_U = recording.ops, np.array(recording.node_op), np.array(recording.arguments)
     leaves_O = [sum(part is LEAF for part in op.arguments.parts) for op in ops]
@@ -288,6 +419,5 @@ def lower(
         fields=fields_NA,
     )
     makers = [(ops[n], i) for n, i in zip(op_N[node_F].tolist(), field_F.tolist(), strict=True)]
-    grads = [op.grad and op.kernel.grads[i] for op, i in makers]
-    roots = [[(futures[n], grads[n]) for n in which.tolist()] for which in by_column]
+    roots = [[(futures[n], *makers[n]) for n in which.tolist()] for which in by_column]
     return graph, types, [recording.inputs[n] for n in inputs.tolist()], roots

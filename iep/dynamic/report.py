@@ -1,9 +1,10 @@
 """Reports of lazy scopes: the calls that ran together, the others, and the reasons. A report prints as a table."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from iep.dynamic.kernels import SINGLY, Op, name_of
+from iep.dynamic.kernels import ENTERED, LOOPED, NOW, SINGLY, Kernel, name_of
 
 
 @dataclass
@@ -35,12 +36,19 @@ class BatchingReport:
     plans_reused: int = 0
     _rows: dict[tuple, OpReport] = field(default_factory=dict, repr=False)
 
-    def add(self, op: Op, size: int) -> None:
+    def add_first(self, function: Callable, kernel: Kernel) -> None:
+        """Count the first call of its kind, which has run by itself."""
+        if kernel.how in (NOW, ENTERED):
+            self.ran_at_once[name_of(function), kernel.reason] += 1
+        else:
+            self.add(function, kernel, 1)
+
+    def add(self, function: Callable, kernel: Kernel, size: int) -> None:
         """Count a group of `size` nodes."""
-        shapes = " ".join("x".join(map(str, spec.shape)) or "()" for spec in op.kernel.outputs)
-        kind = shapes, op.kernel.how, op.kernel.reason
-        row = self._rows.setdefault((op.function, *kind), OpReport(name_of(op.function), *kind))
-        is_single = row.how == SINGLY
+        shapes = " ".join("x".join(map(str, spec.shape)) or "()" for spec in kernel.outputs)
+        kind = shapes, kernel.how, kernel.reason
+        row = self._rows.setdefault((function, *kind), OpReport(name_of(function), *kind))
+        is_single = row.how in (SINGLY, LOOPED)
         row.nodes += size
         row.calls += size if is_single else 1
         row.largest = max(row.largest, 1 if is_single else size)

@@ -5,14 +5,14 @@
 Shapes: G rows of a group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from iep.batching.layers import linear
 from iep.dynamic.future import LEAF
@@ -36,6 +36,9 @@ BINARY = _named("add sub mul div pow maximum minimum eq ne lt le gt ge", torch, 
 """Elementwise functions of two tensors, or of a tensor and a number."""
 LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
 """Layers that accept any number of leading axes."""
+CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+SEQUENCES = (nn.RNN, nn.GRU, nn.LSTM)
+"""Recurrent layers, which accept one more axis than a sample has, or a longer one."""
 
 
 def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequence[Any]) -> bool:
@@ -45,6 +48,11 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
         args, kwargs: the arguments, with `LEAF` for each tensor that differs between samples.
         specs: the specs of these tensors for one sample.
     """
+    if type(function) in CELLS + SEQUENCES:
+        parts = tree_leaves((args, kwargs))
+        num_axes = {len(spec.shape) for spec in specs}
+        are_leaves = args[:1] == (LEAF,) and all(part is LEAF or part is None for part in parts)
+        return are_leaves and len(num_axes) == 1 and _runs_nothing_else(function)
     is_leaf = [value is LEAF for value in args]
     if sum(is_leaf) != len(specs):
         return False
@@ -63,11 +71,46 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
     return function in (functional.linear, functional.embedding)
 
 
-def deferrable(function: Callable) -> Callable:
-    """Return what computes the same as a function for which `is_batched` is true, but may defer weight gradients."""
+def counts_indices(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an embedding scales its gradient by the number of equal indices of all samples."""
+    positions = {functional.embedding: 5, functional.embedding_bag: 5, torch.embedding: 3, torch.embedding_bag: 3}
+    at = positions.get(function, len(args))
+    return bool(kwargs.get("scale_grad_by_freq", args[at] if at < len(args) else False))
+
+
+def run_on_group(function: Callable) -> Callable:
+    """Return the function that runs a group of calls for which `is_batched` is true. It may defer weight gradients."""
     if type(function) is nn.Linear:
         return partial(linear, weight=function.weight, bias=function.bias)
+    if type(function) in CELLS + SEQUENCES:
+        return partial(_run_recurrent, function)
     return linear if function is functional.linear else function
+
+
+def _run_recurrent(layer: nn.Module, input: Tensor, hx: Any = None) -> Any:
+    """Run a recurrent layer on G samples, (G, ...) each, with G as its batch axis, or as a part of it.
+
+    Args:
+        input: (G, D) or (G, B, D) for a cell, otherwise (G, T, D), or with a batch axis as the layer expects it.
+        hx: the states before, (G, H), (G, layers, H) or with a batch axis each.
+    """
+    is_cell = isinstance(layer, CELLS)
+    own_axis, state_axis = (0, 0) if is_cell else (0 if layer.batch_first else 1, 1)
+    has_batch = input.dim() == (3 if is_cell else 4)
+
+    def merge(axis: int, value: Tensor) -> Tensor:
+        value = value.movedim(0, axis)
+        return value.flatten(axis, axis + 1) if has_batch else value
+
+    def divide(axis: int, value: Tensor) -> Tensor:
+        value = value.unflatten(axis, (len(input), -1)) if has_batch else value
+        return value.movedim(axis, 0)
+
+    result = layer(merge(own_axis, input), tree_map(partial(merge, state_axis), hx))
+    if is_cell:
+        return tree_map(partial(divide, 0), result)
+    output, states = result
+    return divide(own_axis, output), tree_map(partial(divide, state_axis), states)
 
 
 def _runs_nothing_else(layer: nn.Module) -> bool:

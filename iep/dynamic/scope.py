@@ -12,20 +12,23 @@ become a graph (`recording.py`), which is scheduled, planned and executed like a
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from iep.batching.execute import execute
 from iep.batching.plan import make_plan
 from iep.batching.schedulers import make_schedule
 from iep.dynamic.future import Future, current_recorder, recording_into
-from iep.dynamic.kernels import has_backward_hooks, is_autograd_function, run_group
+from iep.dynamic.kernels import is_autograd_function, run_group
+from iep.dynamic.observing import BACKWARD_HOOKS, has_hooks, module_of
 from iep.dynamic.plan_cache import cached_plan
 from iep.dynamic.recording import Recording, lower
 from iep.dynamic.report import BatchingReport
+from iep.dynamic.rowwise import CELLS, SEQUENCES
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (*LISTS, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -73,19 +76,18 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         self._listed = frozenset().union(*(each.modules() if isinstance(each, LISTS) else [each] for each in modules))
         self._by_op, self._scheduler = granularity == "op", scheduler
         self._share, self._defer = share, defer_weight_grads
-        self._report, self._is_entered = BatchingReport(), False
-        self._is_hooked = cache(has_backward_hooks)
+        self._report, self._is_entered, self._num_entered = BatchingReport(), False, 0
 
     def __enter__(self) -> Self:
         if self._is_entered:
             raise ValueError("a scope can be entered once: make another")
         self._is_entered = True
         buffers = [buffer for module in self._listed for buffer in module.buffers()]
-        self._recording = Recording(self._run, self._report.ran_at_once, buffers)
-        self.handles = self._listed.__contains__ if self._listed else _is_layer
-        self.call = self._call_by_op if self._by_op else self._recording.record
+        self._recording = Recording(self._run, self._enter, self._report, buffers)
+        self._handled = self._listed.__contains__ if self._listed else _is_layer
+        self.changes = self._recording.changes
         self._stack = ExitStack()
-        self._stack.enter_context(_module_calls_recorded())
+        self._stack.enter_context(_modules_observed())
         self._stack.enter_context(recording_into(self))
         return self
 
@@ -110,13 +112,32 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         """Return a report of the calls that were batched so far, and of the others. It prints as a table."""
         return self._report
 
-    def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Call a module or function now, on futures, and record the functions that it calls."""
-        if is_autograd_function(function) or self._is_hooked(function):
-            return self._recording.record(function, args, kwargs)
-        function = partial(_original_call, function) if isinstance(function, nn.Module) else function
+    records = True
+
+    def handles(self, module: nn.Module) -> bool:
+        """Return whether the calls of a module are recorded."""
+        return self._handled(module) or (self._num_entered > 0 and _is_layer(module)) or _is_compiled(module)
+
+    def call(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Record the call of a module or function, or the calls that it makes."""
+        parts = module.modules() if (module := module_of(function)) is not None else ()
+        is_whole = is_autograd_function(function) or type(function) in CELLS + SEQUENCES or _is_compiled(function)
+        if self._by_op and not is_whole and not has_hooks(parts, BACKWARD_HOOKS):
+            return self._enter(function, args, kwargs)
+        return self._recording.record(function, args, kwargs)
+
+    def note(self, reason: str) -> None:
+        """Ignore the reason why a call runs at once: futures are read as in plain code."""
+
+    def _enter(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call a module or function now, on futures, and record the calls that it makes."""
+        function = partial(_originals[0], function) if isinstance(function, nn.Module) else function
         future_for = self._recording.future_for
-        return function(*map(future_for, args), **{name: future_for(value) for name, value in kwargs.items()})
+        self._num_entered += not self._by_op
+        try:
+            return function(*map(future_for, args), **{name: future_for(value) for name, value in kwargs.items()})
+        finally:
+            self._num_entered -= not self._by_op
 
     def _run(self, recording: Recording, futures: list[Future], why: str) -> None:
         """Compute the values of `futures`."""
@@ -141,10 +162,10 @@ class scope:  # noqa: N801 - a context manager, used as a function is
                 self._defer,
             )
             for futures_of_root, out in zip(roots, outs, strict=True):
-                for (future, has_grad), value in zip(futures_of_root, out.unbind(0), strict=True):
-                    future._value = value if has_grad else value.detach()
+                for (future, op, number), value in zip(futures_of_root, out.unbind(0), strict=True):
+                    future._value = value if op.needs_grad[number] else value.detach()
         for call in plan.calls:
-            self._report.add(ops[call.op], call.size)
+            self._report.add(ops[call.op].function, ops[call.op].kernel, call.size)
         self._report.flushes[why] += 1
         self._report.plans_reused += was_cached
 
@@ -154,18 +175,73 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
 
 
+def _is_compiled(function: Any) -> bool:
+    """Return whether `torch.compile` has compiled a module, whose calls cannot be divided."""
+    return type(function).__module__.startswith("torch._dynamo") or bool(getattr(function, "_compiled_call_impl", None))
+
+
+def _call(original: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    recorder = current_recorder.get()
+    if recorder is None or not recorder.handles(module):
+        return original(module, *args, **kwargs)
+    return recorder.call(module, args, kwargs)
+
+
+def _set(original: Callable, module: nn.Module, name: str, value: Any) -> None:
+    recorder = current_recorder.get()
+    if recorder is not None and vars(module).get(name, recorder) is not value:
+        recorder.changes(module, name)
+    original(module, name, value)
+
+
+def _delete(original: Callable, module: nn.Module, name: str) -> None:
+    if (recorder := current_recorder.get()) is not None:
+        recorder.changes(module, name)
+    original(module, name)
+
+
+def _add_hook(original: Callable, handle: RemovableHandle, hooks: dict, **options: Any) -> None:
+    if (recorder := current_recorder.get()) is not None:
+        recorder.changes(hooks, "hooks")
+    original(handle, hooks, **options)
+
+
+def _remove_hook(original: Callable, handle: RemovableHandle) -> None:
+    if (recorder := current_recorder.get()) is not None:
+        recorder.changes(handle.hooks_dict_ref(), "hooks")
+    original(handle)
+
+
+SEAMS = (
+    (nn.Module, "__call__", _call),
+    (nn.Module, "__setattr__", _set),
+    (nn.Module, "__delattr__", _delete),
+    (RemovableHandle, "__init__", _add_hook),
+    (RemovableHandle, "remove", _remove_hook),
+)
+"""The methods of PyTorch that tell of calls and changes of modules, and the functions that replace them."""
 _lock = threading.Lock()
 _open_scopes = 0
-_original_call = nn.Module.__call__
+_originals: list[Callable] = []
+
+
+def _method(function: Callable, original: Callable) -> Callable:
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    return method
 
 
 @contextmanager
-def _module_calls_recorded() -> Iterator[None]:
-    """Make `nn.Module.__call__` ask the scope of its thread, until the last scope of all threads ends."""
-    global _open_scopes, _original_call
+def _modules_observed() -> Iterator[None]:
+    """Make modules report calls and changes to the recorder of their thread, until the last scope of all threads ends."""
+    global _open_scopes
     with _lock:
         if not _open_scopes:
-            _original_call, nn.Module.__call__ = nn.Module.__call__, _call  # type: ignore[method-assign]  # every call passes here
+            _originals[:] = [getattr(owner, name) for owner, name, _ in SEAMS]
+            for (owner, name, function), original in zip(SEAMS, _originals, strict=True):
+                setattr(owner, name, _method(function, original))
         _open_scopes += 1
     try:
         yield
@@ -173,11 +249,5 @@ def _module_calls_recorded() -> Iterator[None]:
         with _lock:
             _open_scopes -= 1
             if not _open_scopes:
-                nn.Module.__call__ = _original_call  # type: ignore[method-assign]
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    recorder = current_recorder.get()
-    if recorder is None or not recorder.handles(module):
-        return _original_call(module, *args, **kwargs)
-    return recorder.call(module, args, kwargs)
+                for (owner, name, _), original in zip(SEAMS, _originals, strict=True):
+                    setattr(owner, name, original)
