@@ -168,7 +168,8 @@ class _Kind:
     def flatten(self, values: Tensor) -> Tensor:
         """Return values, (G, ...) or (G, count, ...), as rows, (n, F)."""
         values = values.movedim(-3, -1) if self.is_channels_last else values
-        return values.reshape(-1, self.shape.numel())
+        leading = values.shape[: values.dim() - len(self.shape)]
+        return values.reshape(leading.numel(), self.shape.numel())
 
 
 class Buffers:

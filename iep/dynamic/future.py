@@ -21,55 +21,28 @@ from torch import Tensor, nn
 # PyTorch has no public name for it yet.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-IN_PLACE_OPERATORS = frozenset(
-    ["iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem", "set", "delete"]
-)
-READERS = frozenset(
-    [
-        "__bool__",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-        "__array__",
-        "__repr__",
-        "__format__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "item",
-        "tolist",
-        "numpy",
-        "cpu",
-        "cuda",
-    ]
+
+def names(words: str) -> frozenset[str]:
+    """Return a set of words."""
+    return frozenset(words.split())
+
+
+IN_PLACE_OPERATORS = names("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor setitem set delete")
+READERS = names(
+    "__bool__ __float__ __int__ __index__ __complex__ __contains__ __array__ __repr__ __format__ __deepcopy__ "
+    "__reduce_ex__ item tolist numpy cpu cuda"
 )
 """Methods that need the values of the tensor, or expose it."""
-SHAPES = frozenset(
-    ["dim", "ndimension", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"]
-)
+SHAPES = names("dim ndimension size numel nelement element_size is_floating_point is_complex is_signed")
 """Functions of a tensor's shape and dtype alone."""
-FACTORIES = frozenset(
-    [
-        "new",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_tensor",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-    ]
+FACTORIES = names(
+    "new new_empty new_zeros new_ones new_full new_tensor "
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
 )
 """Functions that make a new tensor, given only the shape, dtype and device of another one."""
-VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
+VIEWS = names("T mT H mH real imag data")
 """Attributes of a tensor that compute another tensor."""
-AFTER_SCOPE = frozenset(["backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
+AFTER_SCOPE = names("backward grad register_hook register_post_accumulate_grad_hook retain_grad")
 """Methods and functions that need the autograd graph of a computed tensor."""
 LEAF = object()
 """The placeholder for a tensor in a nested structure."""
@@ -88,8 +61,8 @@ class Recorder(Protocol):
     def call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the result of the module's call."""
 
-    def changes(self, changed: Any, what: str) -> None:
-        """Prepare for a change of a module's attribute `what`, or of the dict of a module's hooks."""
+    def changes(self, changed: Any, *args: Any) -> None:
+        """Prepare for the change of an attribute of a module, or of a hook, given its handle."""
 
     def note(self, reason: str) -> None:
         """Note the reason why the call that is running cannot be recorded."""
@@ -119,7 +92,8 @@ class Future(Tensor):
     _recording: Any
     _column: int
     _address: int
-    _value: Tensor | None
+    _carries_grad: bool = False
+    _value: Tensor | None = None
 
     @property
     def value(self) -> Tensor:

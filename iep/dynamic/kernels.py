@@ -54,6 +54,8 @@ class Kernel:
     outputs: tuple[Spec, ...] = ()
     result: Nested = NO_RESULT
     """The structure of the result of a call; not known if the calls are not recorded."""
+    grads: tuple[bool, ...] = ()
+    """Whether each output can require a gradient; a detached tensor cannot."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,8 +75,8 @@ class Op:
     """The columns of the results."""
     result_of: Callable[[list], Any]
     """The function from the tensors or futures of a call to its result."""
-    needs_grad: list[bool]
-    """Whether each result required a gradient when a group ran; a detached tensor does not."""
+    has_grad: bool
+    """Whether the call reads parameters that require gradients, or may do so."""
 
 
 def kernel_of_torch(function: Callable, arguments: Nested, specs: Sequence[Spec]) -> Kernel:
@@ -91,15 +93,17 @@ def kernel_of_torch(function: Callable, arguments: Nested, specs: Sequence[Spec]
         return Kernel(NOW, "it changes running statistics")  # which a call on meta tensors does not show
     device = specs[0].device
     with torch.inference_mode(False):  # so that tensors count their changes in place
-        leaves = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
+        leaves = [_on_meta(spec, spec.dtype.is_floating_point or spec.dtype.is_complex) for spec in specs]
         constants = {
-            n: torch.empty_like(part, device="meta")
-            for n, part in enumerate(arguments.parts)
-            if isinstance(part, Tensor)
+            n: _on_meta(part, part.requires_grad) for n, part in enumerate(arguments.parts) if isinstance(part, Tensor)
         }
-    parts = [constants.get(n, _on_meta(part, device)) for n, part in enumerate(arguments.parts)]
+    own = device.type, str(device)
+    parts = [
+        "meta" if isinstance(part, str | torch.device) and str(part) in own else constants.get(n, part)
+        for n, part in enumerate(arguments.parts)
+    ]
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             result, tensors = call_on(function, Nested(arguments.structure, parts), leaves)
     except NotImplementedError:
         return Kernel(NOW, READS_VALUES)
@@ -111,11 +115,13 @@ def kernel_of_torch(function: Callable, arguments: Nested, specs: Sequence[Spec]
         return Kernel(NOW, "it changes an argument that all calls share")
     outputs = [Spec(each.shape, each.dtype, device if each.is_meta else each.device) for each in tensors]
     is_counted = counts_indices(function, *arguments.fill([LEAF] * len(specs)))
-    return kernel_of_result(function, arguments, specs, result, outputs, COUNTS_INDICES if is_counted else "")
+    grads = [each.requires_grad for each in tensors]
+    return kernel_of_result(function, arguments, specs, result, outputs, grads, COUNTS_INDICES if is_counted else "")
 
 
-def _on_meta(part: Any, device: torch.device) -> Any:
-    return "meta" if isinstance(part, str | torch.device) and str(part) in (device.type, str(device)) else part
+def _on_meta(spec: Spec | Tensor, requires_grad: bool) -> Tensor:
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=requires_grad)
+    return tensor.clone()  # autograd forbids changing a leaf in place; the user would see another error
 
 
 def kernel_of_result(
@@ -124,21 +130,23 @@ def kernel_of_result(
     specs: Sequence[Spec],
     result: Nested,
     outputs: Sequence[Spec],
+    grads: Sequence[bool],
     why_singly: str = "",
 ) -> Kernel:
     """Return the kernel of calls on leaves with the given `specs`, whose results are known.
 
     Args:
-        result, outputs: the structure of the result of a call, and the specs of its tensors.
+        result, outputs, grads: the structure of the result of a call, the specs of its tensors, and whether each can
+            require a gradient.
         why_singly: the reason why the calls cannot be batched, or "".
     """
     if not outputs:
         return Kernel(NOW, "it returns no tensor")
     if why_singly:
-        return Kernel(SINGLY, why_singly, tuple(outputs), result)
+        return Kernel(SINGLY, why_singly, tuple(outputs), result, tuple(grads))
     args, kwargs = arguments.fill([LEAF] * len(specs))
     how = DIRECT if is_batched(function, args, kwargs, specs) else VMAP
-    return Kernel(how, "", tuple(outputs), result)
+    return Kernel(how, "", tuple(outputs), result, tuple(grads))
 
 
 def call_on(function: Callable, arguments: Nested, leaves: Iterable[Tensor]) -> tuple[Nested, list[Tensor]]:
@@ -168,8 +176,7 @@ def run_group(op: Op, *leaves: Tensor) -> tuple[Tensor, ...]:
         results = _run(op, leaves)
     shapes, expected = [tuple(each.shape[1:]) for each in results], [tuple(spec.shape) for spec in op.kernel.outputs]
     if shapes != expected:
-        raise _differs(op, f"shapes {shapes}, expected {expected}")
-    op.needs_grad = [before or each.requires_grad for before, each in zip(op.needs_grad, results, strict=True)]
+        raise _differs(op, f"shapes {shapes}", expected)
     # In type promotion, a scalar of one sample has lower priority than a vector, and a group of scalars is a vector.
     return tuple(result.to(spec.dtype) for result, spec in zip(results, op.kernel.outputs, strict=True))
 
@@ -181,7 +188,7 @@ def _run(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     if kernel.how in (VMAP, LOOPED):
         try:
             return _run_vmap(op, leaves)
-        except _Differs:
+        except _DiffersError:
             raise
         except Exception as failure:
             reason = f"vmap cannot: {_text(failure)}"
@@ -206,22 +213,19 @@ def _run_vmap(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     return results
 
 
-class _Differs(ValueError):
+class _DiffersError(ValueError):
     """A call returned something else than the first one of its kind."""
 
 
-def _differs(op: Op, what: str) -> ValueError:
-    why = "it depends on more than its arguments and its module's state"
-    return _Differs(f"{name_of(op.function)} returned {what}: {why}")
+def _differs(op: Op, what: str, expected: Any) -> ValueError:
+    why = "it depends on more than its arguments and the state of its module"
+    return _DiffersError(f"{name_of(op.function)} returned {what}, expected {expected}: {why}")
 
 
 def _call(op: Op, leaves: Iterable[Tensor], function: Callable | None = None) -> list[Tensor]:
     result, tensors = call_on(function or op.function, op.arguments, leaves)
     if result != op.kernel.result:
-        raise _differs(
-            op,
-            f"{result.fill(['tensor'] * len(tensors))}, and before {op.kernel.result.fill(['tensor'] * len(op.columns))}",
-        )
+        raise _differs(op, f"{result.structure}", op.kernel.result.structure)
     return tensors
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
-from iep.dynamic.future import LEAF, Future, Nested, in_place_error, recording_into, split
+from iep.dynamic.future import LEAF, READERS, Future, Nested, in_place_error, names, recording_into, split
 from iep.dynamic.kernels import (
     COUNTS_INDICES,
     ENTERED,
@@ -34,43 +34,17 @@ from iep.dynamic.kernels import (
 )
 from iep.dynamic.rowwise import counts_indices
 
-PLAIN = frozenset(
-    (type(None), type(...), bool, int, float, complex, str, bytes, range, torch.Size)
-    + (torch.dtype, torch.device, torch.memory_format, torch.layout)
-)
+PLAIN = {type(None), type(...), bool, int, float, complex, str, bytes, range, torch.Size, torch.dtype, torch.device}
+PLAIN |= {torch.memory_format, torch.layout}
 """Types of values that are described completely by their `repr`."""
 CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, frozenset, deque)
 MOST_ITEMS = 64
 """The greatest length of a container whose items are compared."""
 DEEPEST = 4
 """The greatest depth of containers and objects inside a module that are compared."""
-VALUE_READERS = frozenset(
-    [
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-        "__array__",
-        "__repr__",
-        "__format__",
-        "item",
-        "tolist",
-        "numpy",
-        "nonzero",
-        "argwhere",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "equal",
-        "allclose",
-        "is_nonzero",
-        "bincount",
-        "repeat_interleave",
-        "data_ptr",
-        "untyped_storage",
-    ]
+VALUE_READERS = READERS | names(
+    "nonzero argwhere masked_select unique unique_consecutive equal allclose is_nonzero bincount repeat_interleave "
+    "data_ptr untyped_storage"
 )
 """Functions that read values, or whose results have a shape that depends on them."""
 BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
@@ -83,7 +57,8 @@ def plain_key(value: Any) -> Any:
     1, True and 1.0 have different keys, and so have 0.0 and -0.0. Functions without a closure and classes are plain.
     """
     kind = type(value)
-    if kind in PLAIN or isinstance(value, np.generic):
+    is_slice = kind is slice and {type(value.start), type(value.stop), type(value.step)} <= PLAIN
+    if is_slice or kind in PLAIN or isinstance(value, np.generic):
         return kind, repr(value)
     is_function = kind is FunctionType and value.__closure__ is None
     is_builtin = kind is BuiltinFunctionType and isinstance(value.__self__, type | ModuleType)
@@ -209,7 +184,7 @@ class Observer(TorchFunctionMode):
         """Not called, because no module is handled."""
         raise AssertionError
 
-    def changes(self, changed: Any, what: str) -> None:
+    def changes(self, changed: Any, *args: Any) -> None:
         """Ignore a change, as the states are compared after the call."""
 
     def note(self, reason: str) -> None:
@@ -275,5 +250,8 @@ def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple
         specs = list(map(Spec.of, given))
         if has_hooks(observer.modules.values()):
             observer.why_singly = "it has backward hooks, which are called for each sample"
-        kernel = kernel_of_result(function, arguments, specs, result, list(map(Spec.of, tensors)), observer.why_singly)
+        # A result without a gradient may have been detached, or only have come from a sample without one.
+        is_known = all(leaf.requires_grad for leaf in given)
+        outputs, grads = [Spec.of(each) for each in tensors], [each.requires_grad or not is_known for each in tensors]
+        kernel = kernel_of_result(function, arguments, specs, result, outputs, grads, observer.why_singly)
     return kernel, returned, observer

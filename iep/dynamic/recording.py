@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from iep.batching.graph import Graph
@@ -117,16 +118,21 @@ class Recording:
         self.is_over = True
         del self._run, self._enter, self._report
 
-    def changes(self, changed: Any, what: str) -> None:
-        """Run the recorded calls if they depend on a module, or the dict of its hooks, that is about to change."""
-        owners = [changed] if isinstance(changed, nn.Module) else self._modules.values()
-        for owner in owners:
-            if id(owner) in self._modules and (
-                owner is changed or any(part is changed for part in vars(owner).values())
-            ):
-                self.run(f"{name_of(owner)}.{what} is about to change")
-                self._forget_states()
-                return
+    def changes(self, changed: nn.Module | RemovableHandle, *args: Any) -> None:
+        """Run the recorded calls if they depend on a module whose attribute or hook is about to change.
+
+        Args:
+            changed: a module, or the handle of a hook.
+            args: the arguments of the change: an attribute's name and value, or the dict of a new hook.
+        """
+        if isinstance(changed, nn.Module):
+            is_used = id(changed) in self._modules and vars(changed).get(args[0], self) is not args[-1]
+        else:
+            hooks = args[0] if args else changed.hooks_dict_ref()
+            is_used = any(part is hooks for module in self._modules.values() for part in vars(module).values())
+        if is_used:
+            self.run("a module is about to change")
+            self._forget_states()
 
     def _forget_states(self) -> None:
         self._states.clear()
@@ -134,16 +140,18 @@ class Recording:
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if isinstance(key[0], nn.Module)}
         self._ops_by_key.clear()
 
-    def _state_number(self, function: Callable) -> int:
-        """Return a number that tells the states of a module apart."""
-        found = self._states.get(function)
-        if found is None:
-            module = module_of(function)
-            state = state_of(*([] if module is None else [module]))
-            self._modules |= state.modules
-            found = self._numbers.setdefault(tuple(state.facts.items()), len(self._numbers)), state
-            self._states[function] = found
-        return found[0]
+    def _find_state(self, function: Callable) -> tuple[int, State]:
+        """Return the state of the module that a call runs, and a number that tells it from the module's other states."""
+        module = module_of(function)
+        state = state_of(*([] if module is None else [module]))
+        self._modules |= state.modules
+        number = self._numbers.setdefault(tuple(state.facts.items()), len(self._numbers))
+        self._states[function] = number, state
+        return number, state
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Treat tensors as shared by all calls."""
+        self._constants |= {id(tensor): tensor for tensor in tensors}
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -169,7 +177,9 @@ class Recording:
 
     def _future(self, column: int, address: int, value: Tensor | None = None) -> Future:
         future = self.pending[column].as_subclass(Future)
-        future._recording, future._column, future._address, future._value = self, column, address, value
+        future._recording, future._column, future._address = self, column, address
+        if value is not None:
+            future._value = value
         return future
 
     def _is_samples(self, value: Any) -> bool:
@@ -182,25 +192,29 @@ class Recording:
         If the call cannot be a node, it runs now, and its result is returned.
         """
         forbid_lost_gradients()
-        key: list = [function, self._state_number(function), is_grad_enabled(), _autocast(), len(args), *kwargs]
+        number, _ = self._states.get(function) or self._find_state(function)
+        key: list = [function, number, is_grad_enabled(), _autocast(), len(args), *kwargs]
         addresses: list[int] = []
+        self._carries_grad = False
         try:
-            self._walk(args, key, addresses)
-            self._walk(kwargs.values(), key, addresses)
+            self._walk((*args, *kwargs.values()) if kwargs else args, key, addresses)
         except OpaqueError as failure:
             how = NOW if _is_torch(function) else ENTERED
             return self._run_now(Kernel(how, f"{failure}"), function, args, kwargs)
-        op = self._ops_by_key.get(tuple(key))
+        whole_key = tuple(key)
+        op = self._ops_by_key.get(whole_key)
         if op is None:
-            return self._record_first(tuple(key), function, args, kwargs)
+            return self._record_first(whole_key, function, args, kwargs)
         if isinstance(op, Kernel):
             return self._run_now(op, function, args, kwargs)
 
         address, held, futures = len(self.node_op) * MOST_RESULTS, self._held, []
         self.node_op.append(op.index)
         self.arguments.extend(addresses)
-        for column in op.columns:
+        carries_grad = op.grad and (self._carries_grad or op.has_grad)
+        for column, has_grad in zip(op.columns, op.kernel.grads, strict=True):
             future = self._future(column, address)
+            future._carries_grad = carries_grad and has_grad
             held.add(ref(future, held.discard))
             futures.append(future)
             address += 1
@@ -213,6 +227,7 @@ class Recording:
             if kind is Future and value._value is None and value._recording is self:
                 key.append(value._column)
                 addresses.append(value._address)
+                self._carries_grad |= value._carries_grad
             elif kind in STATIC_KINDS:
                 key += (kind, value)
             elif isinstance(value, Tensor):
@@ -223,10 +238,6 @@ class Recording:
             elif kind is dict:
                 key += (kind, len(value))
                 self._walk([part for item in value.items() for part in item], key, addresses)
-            elif kind is slice:
-                if any(isinstance(bound, Tensor) for bound in (value.start, value.stop, value.step)):
-                    raise OpaqueError("a slice depends on values")
-                key += (kind, value.start, value.stop, value.step)
             elif (plain := plain_key(value)) is not None:
                 key.append(plain)
             else:
@@ -237,6 +248,7 @@ class Recording:
                 self._walk(parts, key, addresses)
 
     def _walk_tensor(self, tensor: Tensor, key: list, addresses: list[int]) -> None:
+        self._carries_grad |= tensor.requires_grad
         if type(tensor) is nn.Parameter:
             self._constants[id(tensor)] = tensor
         if id(tensor) in self._constants:
@@ -320,13 +332,15 @@ class Recording:
 
     def _add_op(self, key: tuple, function: Callable, arguments: Nested, kernel: Kernel) -> None:
         columns = tuple(map(self._column, kernel.outputs))
-        needs_grad = [False] * len(columns)
         result_of = _result_of(kernel.result, len(columns))
-        op = Op(len(self.ops), function, arguments, *key[2:4], kernel, columns, result_of, needs_grad)
+        tensors = [tensor for tensor, _ in self._states[function][1].tensors.values()]
+        is_opaque = not (_is_torch(function) or isinstance(function, nn.Module))
+        has_grad = is_opaque or any(tensor.requires_grad for tensor in tensors)
+        op = Op(len(self.ops), function, arguments, *key[2:4], kernel, columns, result_of, has_grad)
         self._ops_by_key[key] = op
         self.ops.append(op)
         self._note(part for part in arguments.parts if isinstance(part, Tensor))
-        self._note(tensor for tensor, _ in self._states[function][1].tensors.values())
+        self._note(tensors)
 
     def _column(self, spec: Spec) -> int:
         column = self._columns.setdefault(spec, len(self.specs))
@@ -370,12 +384,12 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 def lower(
     recording: Recording, futures: Sequence[Future], shared: bool = False
-) -> tuple[Graph, Types, list[Tensor], list[list[tuple[Future, Op, int]]]]:
+) -> tuple[Graph, Types, list[Tensor], list[list[Future]]]:
     """Return the graph that computes `futures`. If `shared`, nodes of one op with equal arguments are merged.
 
     Returns:
         The graph, its types, the tensors that are its inputs, and for each of the types' roots the futures that it
-        computes, with the op that makes each, and the position among the op's results.
+        computes.
     """
     ops, op_N, address_U = recording.ops, np.array(recording.node_op), np.array(recording.arguments)
     leaves_O = [sum(part is LEAF for part in op.arguments.parts) for op in ops]
@@ -418,6 +432,5 @@ def lower(
         roots=tuple((graph.roots[which], field_F[which]) for which in by_column),
         fields=fields_NA,
     )
-    makers = [(ops[n], i) for n, i in zip(op_N[node_F].tolist(), field_F.tolist(), strict=True)]
-    roots = [[(futures[n], *makers[n]) for n in which.tolist()] for which in by_column]
+    roots = [[futures[n] for n in which.tolist()] for which in by_column]
     return graph, types, [recording.inputs[n] for n in inputs.tolist()], roots

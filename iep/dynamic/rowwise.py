@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from iep.batching.layers import linear
 from iep.dynamic.future import LEAF
@@ -106,11 +106,11 @@ def _run_recurrent(layer: nn.Module, input: Tensor, hx: Any = None) -> Any:
         value = value.unflatten(axis, (len(input), -1)) if has_batch else value
         return value.movedim(axis, 0)
 
-    result = layer(merge(own_axis, input), tree_map(partial(merge, state_axis), hx))
+    result = layer(merge(own_axis, input), tree_map_only(Tensor, partial(merge, state_axis), hx))
     if is_cell:
-        return tree_map(partial(divide, 0), result)
+        return tree_map_only(Tensor, partial(divide, 0), result)
     output, states = result
-    return divide(own_axis, output), tree_map(partial(divide, state_axis), states)
+    return divide(own_axis, output), tree_map_only(Tensor, partial(divide, state_axis), states)
 
 
 def _runs_nothing_else(layer: nn.Module) -> bool:

@@ -85,6 +85,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         buffers = [buffer for module in self._listed for buffer in module.buffers()]
         self._recording = Recording(self._run, self._enter, self._report, buffers)
         self._handled = self._listed.__contains__ if self._listed else _is_layer
+        self.call = self._call_by_op if self._by_op else self._recording.record
         self.changes = self._recording.changes
         self._stack = ExitStack()
         self._stack.enter_context(_modules_observed())
@@ -118,20 +119,22 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         """Return whether the calls of a module are recorded."""
         return self._handled(module) or (self._num_entered > 0 and _is_layer(module)) or _is_compiled(module)
 
-    def call(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Record the call of a module or function, or the calls that it makes."""
+    def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Record the calls that a module or function makes, or its own call if that cannot be divided."""
         parts = module.modules() if (module := module_of(function)) is not None else ()
         is_whole = is_autograd_function(function) or type(function) in CELLS + SEQUENCES or _is_compiled(function)
-        if self._by_op and not is_whole and not has_hooks(parts, BACKWARD_HOOKS):
-            return self._enter(function, args, kwargs)
-        return self._recording.record(function, args, kwargs)
+        if is_whole or has_hooks(parts, BACKWARD_HOOKS):
+            return self._recording.record(function, args, kwargs)
+        return self._enter(function, args, kwargs)
 
     def note(self, reason: str) -> None:
         """Ignore the reason why a call runs at once: futures are read as in plain code."""
 
     def _enter(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call a module or function now, on futures, and record the calls that it makes."""
-        function = partial(_originals[0], function) if isinstance(function, nn.Module) else function
+        if isinstance(function, nn.Module):
+            self._recording.share(function.buffers())
+            function = partial(_originals[0], function)
         future_for = self._recording.future_for
         self._num_entered += not self._by_op
         try:
@@ -162,8 +165,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
                 self._defer,
             )
             for futures_of_root, out in zip(roots, outs, strict=True):
-                for (future, op, number), value in zip(futures_of_root, out.unbind(0), strict=True):
-                    future._value = value if op.needs_grad[number] else value.detach()
+                for future, value in zip(futures_of_root, out.unbind(0), strict=True):
+                    future._value = value if future._carries_grad else value.detach()
         for call in plan.calls:
             self._report.add(ops[call.op].function, ops[call.op].kernel, call.size)
         self._report.flushes[why] += 1
@@ -180,44 +183,33 @@ def _is_compiled(function: Any) -> bool:
     return type(function).__module__.startswith("torch._dynamo") or bool(getattr(function, "_compiled_call_impl", None))
 
 
-def _call(original: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    recorder = current_recorder.get()
-    if recorder is None or not recorder.handles(module):
-        return original(module, *args, **kwargs)
-    return recorder.call(module, args, kwargs)
+def _call(original: Callable) -> Callable:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder = current_recorder.get()
+        if recorder is None or not recorder.handles(module):
+            return original(module, *args, **kwargs)
+        return recorder.call(module, args, kwargs)
+
+    return call
 
 
-def _set(original: Callable, module: nn.Module, name: str, value: Any) -> None:
-    recorder = current_recorder.get()
-    if recorder is not None and vars(module).get(name, recorder) is not value:
-        recorder.changes(module, name)
-    original(module, name, value)
+def _change(original: Callable) -> Callable:
+    """Replace a method that sets or deletes an attribute of a module, or adds or removes one of its hooks."""
 
+    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (recorder := current_recorder.get()) is not None:
+            recorder.changes(self, *args)
+        return original(self, *args, **kwargs)
 
-def _delete(original: Callable, module: nn.Module, name: str) -> None:
-    if (recorder := current_recorder.get()) is not None:
-        recorder.changes(module, name)
-    original(module, name)
-
-
-def _add_hook(original: Callable, handle: RemovableHandle, hooks: dict, **options: Any) -> None:
-    if (recorder := current_recorder.get()) is not None:
-        recorder.changes(hooks, "hooks")
-    original(handle, hooks, **options)
-
-
-def _remove_hook(original: Callable, handle: RemovableHandle) -> None:
-    if (recorder := current_recorder.get()) is not None:
-        recorder.changes(handle.hooks_dict_ref(), "hooks")
-    original(handle)
+    return change
 
 
 SEAMS = (
     (nn.Module, "__call__", _call),
-    (nn.Module, "__setattr__", _set),
-    (nn.Module, "__delattr__", _delete),
-    (RemovableHandle, "__init__", _add_hook),
-    (RemovableHandle, "remove", _remove_hook),
+    (nn.Module, "__setattr__", _change),
+    (nn.Module, "__delattr__", _change),
+    (RemovableHandle, "__init__", _change),
+    (RemovableHandle, "remove", _change),
 )
 """The methods of PyTorch that tell of calls and changes of modules, and the functions that replace them."""
 _lock = threading.Lock()
@@ -225,23 +217,15 @@ _open_scopes = 0
 _originals: list[Callable] = []
 
 
-def _method(function: Callable, original: Callable) -> Callable:
-    @wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(original, self, *args, **kwargs)
-
-    return method
-
-
 @contextmanager
 def _modules_observed() -> Iterator[None]:
-    """Make modules report calls and changes to the recorder of their thread, until the last scope of all threads ends."""
+    """Make modules report calls and changes to the recorder of their thread, until all threads' scopes have ended."""
     global _open_scopes
     with _lock:
         if not _open_scopes:
             _originals[:] = [getattr(owner, name) for owner, name, _ in SEAMS]
-            for (owner, name, function), original in zip(SEAMS, _originals, strict=True):
-                setattr(owner, name, _method(function, original))
+            for (owner, name, replacement), original in zip(SEAMS, _originals, strict=True):
+                setattr(owner, name, replacement(original))
         _open_scopes += 1
     try:
         yield
