@@ -7,9 +7,6 @@ inputs and parameters, buffers, attributes of all modules, and what hooks have s
 import copy
 import dataclasses
 import functools
-import gc
-import pickle
-import threading
 import types
 from collections import namedtuple
 from contextlib import nullcontext
@@ -380,8 +377,9 @@ SCOPES = []
 
 def facts_of(value):
     """Return a value as plain data that can be compared."""
+    value = value.value if isinstance(value, Future) else value
     if isinstance(value, torch.Tensor):
-        return torch.as_tensor(getattr(value, "value", value)).detach().tolist()
+        return value.detach().tolist()
     if isinstance(value, dict):
         return {name: facts_of(part) for name, part in value.items()}
     return (
@@ -410,7 +408,7 @@ def outcome(name, granularity=None, listed="parts"):
     SEEN.clear()
     positions.cache_clear()
     model = make().double()
-    samples = [torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 4, 3, 2, 4, 3)]
+    samples = [torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 3, 4, 3, 2, 4)]
     modules = {"whole": [model], "parts": list(model.children()), "layers": []}[listed]
     handle = (
         nn.modules.module.register_module_forward_hook(lambda m, args, out: SEEN.append(facts_of(out)))

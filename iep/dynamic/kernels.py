@@ -8,16 +8,21 @@ of one of PyTorch's functions by calling it on meta tensors, which have no value
 Shapes: G rows of a group.
 """
 
+import gc
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
 from iep.batching.layers import computed_by
 from iep.dynamic.future import LEAF, Nested, in_place_error, split
@@ -56,6 +61,10 @@ class Kernel:
     """The structure of the result of a call; not known if the calls are not recorded."""
     grads: tuple[bool, ...] = ()
     """Whether each output can require a gradient; a detached tensor cannot."""
+    changes: bool = False
+    """Whether the calls change a module. They then run at once."""
+    has_run: bool = False
+    """Whether a group has run by vmap, and was watched."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +86,8 @@ class Op:
     """The function from the tensors or futures of a call to its result."""
     has_grad: bool
     """Whether the call reads parameters that require gradients, or may do so."""
+    state: Any
+    """The state of the function's module, with which the calls were recorded."""
 
 
 def kernel_of_torch(function: Callable, arguments: Nested, specs: Sequence[Spec]) -> Kernel:
@@ -188,7 +199,7 @@ def _run(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     if kernel.how in (VMAP, LOOPED):
         try:
             return _run_vmap(op, leaves)
-        except _DiffersError:
+        except CallError:
             raise
         except Exception as failure:
             reason = f"vmap cannot: {_text(failure)}"
@@ -201,25 +212,67 @@ def _run(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _run_vmap(op: Op, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-    run = torch.vmap(lambda *row: tuple(_call(op, row)), randomness="different")
-    with computed_by(None), warnings.catch_warnings(record=True) as caught:  # vmap does not compose with deferral
-        warnings.simplefilter("always")
-        results = run(*leaves)
+    run = partial(torch.vmap, randomness="different")
+    with computed_by(None):  # vmap does not compose with deferral
+        if op.kernel.has_run:
+            return run(lambda *row: tuple(_call(op, row)))(*leaves)
+        rows = _Rows()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results = run(lambda *row: rows.call(op, row))(*leaves)
+    if rows.are_kept():
+        raise CallError(
+            f"{name_of(op.function)} keeps a tensor that it computes outside of its arguments, results and attributes, "
+            "as in a global list: call it outside of the scope"
+        )
     for each in caught:
         if (slow := re.search(r"batching rule for (aten::\w+)", str(each.message))) is None:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        elif op.kernel.how == VMAP:
+        else:
             op.kernel.how, op.kernel.reason = LOOPED, f"vmap runs {slow[1]} sample by sample"
+    op.kernel.has_run = True
     return results
 
 
-class _DiffersError(ValueError):
-    """A call returned something else than the first one of its kind."""
+class _Rows(TorchFunctionMode):
+    """Follows the tensors that vmap computes from its rows. They are unusable afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: dict[int, ref] = {}
+
+    def call(self, op: Op, row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Make the call of a row."""
+        self._follow(row)
+        with self:
+            return tuple(_call(op, row))
+
+    def _follow(self, values: Any) -> None:
+        self._tensors |= {id(value): ref(value) for value in tree_iter(values) if isinstance(value, Tensor)}
+
+    def _follows(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and (known := self._tensors.get(id(value))) is not None and known() is value
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(map(self._follows, tree_iter((args, kwargs)))):
+            self._follow(result)
+        return result
+
+    def are_kept(self) -> bool:
+        """Return whether the user's code has kept one of the tensors."""
+        if any(known() is not None for known in self._tensors.values()):
+            gc.collect()  # as PyTorch's compiler leaves cycles of references
+        return any(known() is not None for known in self._tensors.values())
 
 
-def _differs(op: Op, what: str, expected: Any) -> ValueError:
+class CallError(ValueError):
+    """A call cannot run in a group, although the first call of its kind did not show it."""
+
+
+def _differs(op: Op, what: str, expected: Any) -> CallError:
     why = "it depends on more than its arguments and the state of its module"
-    return _DiffersError(f"{name_of(op.function)} returned {what}, expected {expected}: {why}")
+    return CallError(f"{name_of(op.function)} returned {what}, expected {expected}: {why}")
 
 
 def _call(op: Op, leaves: Iterable[Tensor], function: Callable | None = None) -> list[Tensor]:

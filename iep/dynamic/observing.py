@@ -5,10 +5,12 @@ of the results. Calls run at once if the first one changes its module (an attrib
 values, because only then do these changes and reads happen as in plain code.
 """
 
+import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 from weakref import ref
@@ -91,6 +93,11 @@ class State:
     is_complete: bool = True
     """Whether the facts are all on which the structure of a call's results can depend."""
 
+    @cached_property
+    def has_backward_hooks(self) -> bool:
+        """Whether a module has backward hooks, so that its calls must run one by one, undivided."""
+        return has_hooks(self.modules.values(), BACKWARD_HOOKS)
+
     def changed_since(self, before: "State") -> list[str]:
         """Return the paths at which something changed."""
         facts = [path for path in {**before.facts, **self.facts} if before.facts.get(path) != self.facts.get(path)]
@@ -170,7 +177,6 @@ class Observer(TorchFunctionMode):
         """The modules that the call ran, each with its state before it ran."""
         self.modules: dict[int, nn.Module] = {}
         """By `id`, these modules and their parts."""
-        self.is_changed = False
 
     def handles(self, module: nn.Module) -> bool:
         """Note a module that is about to run."""
@@ -203,19 +209,22 @@ class Observer(TorchFunctionMode):
             self.why_singly = COUNTS_INDICES
         return func(*args, **kwargs)
 
-    def find_changes(self) -> None:
-        """Note what the call has changed in the modules that it ran."""
-        for module, before in self.before:
-            if paths := state_of(module).changed_since(before):
-                self.is_changed = True
-                self.note(f"it changes {paths[0]}")
+    def changed(self) -> list[str]:
+        """Return the paths of what the call has changed in the modules that it ran."""
+        return [path for module, before in self.before for path in state_of(module).changed_since(before)]
 
 
 def _indices(index: Any) -> Sequence[Any]:
     return index if isinstance(index, tuple | list) else (index,)
 
 
-def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple[Kernel, Any, Observer]:
+def _random_numbers() -> tuple:
+    """Return the states of the random numbers of Python and NumPy."""
+    _, keys, position, *_ = np.random.get_state()
+    return random.getstate(), keys.tobytes(), position
+
+
+def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple[Kernel, Any, dict[int, nn.Module]]:
     """Make a call on the tensors of one sample.
 
     Args:
@@ -223,7 +232,7 @@ def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple
         leaves: the tensors that differ between samples.
 
     Returns:
-        The kernel of all calls like it, the call's result, and the observer of the call.
+        The kernel of all calls like it, the call's result, and by `id` the modules that the call ran, and their parts.
 
     Raises:
         ValueError: the call changes a leaf in place. Only a copy of the leaf has changed.
@@ -231,6 +240,7 @@ def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple
     given = [leaf.clone() for leaf in leaves]
     versions, observer = [version_of(leaf) for leaf in given], Observer()
     args, kwargs = arguments.fill(given)
+    before = _random_numbers()
     with recording_into(observer), observer:
         if (module := module_of(function)) is not None:
             observer.handles(module)
@@ -239,8 +249,11 @@ def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple
         raise in_place_error(name_of(function))
     result, tensors = split(returned)
     opaque = [part for part in result.parts if part is not LEAF and plain_key(part) is None]
-    observer.find_changes()
-    if observer.why_now:
+    if _random_numbers() != before:
+        observer.note("it draws random numbers that PyTorch does not make")
+    if changed := observer.changed():
+        kernel = Kernel(NOW, f"it changes {changed[0]}", changes=True)
+    elif observer.why_now:
         kernel = Kernel(NOW, observer.why_now)
     elif has_hooks(observer.modules.values(), HOOKS[:2]):
         kernel = Kernel(NOW, "it has hooks, which are called for each sample")
@@ -254,4 +267,4 @@ def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple
         is_known = all(leaf.requires_grad for leaf in given)
         outputs, grads = [Spec.of(each) for each in tensors], [each.requires_grad or not is_known for each in tensors]
         kernel = kernel_of_result(function, arguments, specs, result, outputs, grads, observer.why_singly)
-    return kernel, returned, observer
+    return kernel, returned, observer.modules

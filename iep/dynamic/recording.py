@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from iep.batching.graph import Graph
 from iep.batching.plan import Read, Signature, Types
@@ -72,7 +72,7 @@ class Recording:
         """The numbers and states of the modules that were called since a module has last changed."""
         self._numbers: dict[tuple, int] = {}
         self._modules: dict[int, nn.Module] = {}
-        """By `id`, the modules on which recorded calls depend."""
+        """By `id`, all modules that calls have run."""
         self._start()
 
     def _start(self) -> None:
@@ -87,6 +87,8 @@ class Recording:
         self._input_addresses: dict[int, int] = {}
         self._held: set[ref] = set()
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
+        self._used_modules: set[int] = set()
+        """The `id`s of the modules on which the recorded calls depend."""
 
     def run(self, why: str) -> None:
         """Run the recorded calls, which gives all referenced futures their values; `why` is the reason for the run.
@@ -126,32 +128,37 @@ class Recording:
             args: the arguments of the change: an attribute's name and value, or the dict of a new hook.
         """
         if isinstance(changed, nn.Module):
-            is_used = id(changed) in self._modules and vars(changed).get(args[0], self) is not args[-1]
+            modules = [changed] if vars(changed).get(args[0], self) is not args[-1] else []
         else:
             hooks = args[0] if args else changed.hooks_dict_ref()
-            is_used = any(part is hooks for module in self._modules.values() for part in vars(module).values())
-        if is_used:
-            self.run("a module is about to change")
+            modules = [each for each in self._modules.values() if any(part is hooks for part in vars(each).values())]
+        known = self._modules.keys() & map(id, modules)
+        if known:
+            self._run_dependent(known)
             self._forget_states()
+
+    def _run_dependent(self, modules: Iterable[int]) -> None:
+        """Run the recorded calls if they depend on any of some modules, given by `id`."""
+        if not self._used_modules.isdisjoint(modules):
+            self.run("a module changes")
 
     def _forget_states(self) -> None:
         self._states.clear()
         # The key of a call of the user's function does not include the states of the modules that the function calls.
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if isinstance(key[0], nn.Module)}
-        self._ops_by_key.clear()
 
-    def _find_state(self, function: Callable) -> tuple[int, State]:
-        """Return the state of the module that a call runs, and a number that tells it from the module's other states."""
-        module = module_of(function)
-        state = state_of(*([] if module is None else [module]))
-        self._modules |= state.modules
-        number = self._numbers.setdefault(tuple(state.facts.items()), len(self._numbers))
-        self._states[function] = number, state
-        return number, state
-
-    def share(self, tensors: Iterable[Tensor]) -> None:
-        """Treat tensors as shared by all calls."""
-        self._constants |= {id(tensor): tensor for tensor in tensors}
+    def state(self, function: Callable) -> tuple[int, State]:
+        """Return a number that tells the states of a module apart, and the state of the module that a call runs."""
+        found = self._states.get(function)
+        if found is None:
+            module = module_of(function)
+            state = state_of(*([] if module is None else [module]))
+            self._modules |= state.modules
+            if module is not None:
+                self._constants |= {id(buffer): buffer for buffer in module.buffers()}
+            number = self._numbers.setdefault(tuple(state.facts.items()), len(self._numbers))
+            found = self._states[function] = number, state
+        return found
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -163,8 +170,9 @@ class Recording:
         for tensor, version in self._versions.values():
             if version_of(tensor) != version:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} was changed in place {when}")
-        for function in {op.function for op in self.ops if module_of(op.function) is not None}:
-            if changed := state_of(module_of(function)).changed_since(self._states[function][1]):
+        for function, state in {op.function: op.state for op in self.ops}.items():
+            module = module_of(function)
+            if module is not None and (changed := state_of(module).changed_since(state)):
                 raise ValueError(f"{changed[0]} was changed {when}")
 
     def future_for(self, value: Any) -> Any:
@@ -192,7 +200,7 @@ class Recording:
         If the call cannot be a node, it runs now, and its result is returned.
         """
         forbid_lost_gradients()
-        number, _ = self._states.get(function) or self._find_state(function)
+        number, _ = self._states.get(function) or self.state(function)
         key: list = [function, number, is_grad_enabled(), _autocast(), len(args), *kwargs]
         addresses: list[int] = []
         self._carries_grad = False
@@ -316,31 +324,36 @@ class Recording:
         leaves: Sequence[Any],
     ) -> Any:
         """Make a call now, and keep the kernel that it shows."""
+        state = self._states[function][1]
         if any(type(leaf) is Future and leaf._value is None for leaf in leaves):
             self.run(f"the first call of {name_of(function)} is observed")
+        self._run_dependent(state.modules if isinstance(function, nn.Module) else self._used_modules)
         values = [leaf.value if type(leaf) is Future else leaf for leaf in leaves]
-        kernel, result, observer = observe(function, arguments, values)
-        if observer.is_changed:
+        kernel, result, modules = observe(function, arguments, values)
+        self._modules |= modules
+        if kernel.changes:
             self._forget_states()
-        else:
+        # If the state has another number now, another call may change nothing.
+        if self.state(function)[0] == key[1]:
             self._kernels[key] = kernel
-            if observer.modules.keys() <= self._states[function][1].modules.keys():
+            if modules.keys() <= state.modules.keys():
                 kernels[kept_key] = kernel
-        self._modules |= observer.modules
         self._report.add_first(function, kernel)
         return self.future_for(result)
 
     def _add_op(self, key: tuple, function: Callable, arguments: Nested, kernel: Kernel) -> None:
-        columns = tuple(map(self._column, kernel.outputs))
-        result_of = _result_of(kernel.result, len(columns))
-        tensors = [tensor for tensor, _ in self._states[function][1].tensors.values()]
-        is_opaque = not (_is_torch(function) or isinstance(function, nn.Module))
+        state, columns = self._states[function][1], tuple(map(self._column, kernel.outputs))
+        result_of, is_opaque = (
+            _result_of(kernel.result, len(columns)),
+            not (_is_torch(function) or isinstance(function, nn.Module)),
+        )
+        tensors = [tensor for tensor, _ in state.tensors.values()]
         has_grad = is_opaque or any(tensor.requires_grad for tensor in tensors)
-        op = Op(len(self.ops), function, arguments, *key[2:4], kernel, columns, result_of, has_grad)
+        op = Op(len(self.ops), function, arguments, *key[2:4], kernel, columns, result_of, has_grad, state)
         self._ops_by_key[key] = op
         self.ops.append(op)
-        self._note(part for part in arguments.parts if isinstance(part, Tensor))
-        self._note(tensors)
+        self._note([*tensors, *(part for part in arguments.parts if isinstance(part, Tensor))])
+        self._used_modules |= self._modules.keys() if is_opaque else state.modules.keys()
 
     def _column(self, spec: Spec) -> int:
         column = self._columns.setdefault(spec, len(self.specs))
@@ -353,12 +366,13 @@ class Recording:
         self._report.ran_at_once[name_of(function), kernel.reason] += 1
         if kernel.how == ENTERED:
             return self._enter(function, args, kwargs)
+        if kernel.changes:
+            self._run_dependent(self._states[function][1].modules)
         with recording_into(None):
             result = function(*values_of(args), **values_of(dict(kwargs)))
-        if _is_torch(function):
-            return result
-        self._forget_states()
-        return self.future_for(result)
+        if kernel.changes:
+            self._forget_states()
+        return result if _is_torch(function) else self.future_for(result)
 
 
 def _is_torch(function: Callable) -> bool:

@@ -24,7 +24,6 @@ from iep.batching.plan import make_plan
 from iep.batching.schedulers import make_schedule
 from iep.dynamic.future import Future, current_recorder, recording_into
 from iep.dynamic.kernels import is_autograd_function, run_group
-from iep.dynamic.observing import BACKWARD_HOOKS, has_hooks, module_of
 from iep.dynamic.plan_cache import cached_plan
 from iep.dynamic.recording import Recording, lower
 from iep.dynamic.report import BatchingReport
@@ -121,9 +120,9 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
     def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Record the calls that a module or function makes, or its own call if that cannot be divided."""
-        parts = module.modules() if (module := module_of(function)) is not None else ()
+        _, state = self._recording.state(function)
         is_whole = is_autograd_function(function) or type(function) in CELLS + SEQUENCES or _is_compiled(function)
-        if is_whole or has_hooks(parts, BACKWARD_HOOKS):
+        if is_whole or state.has_backward_hooks:
             return self._recording.record(function, args, kwargs)
         return self._enter(function, args, kwargs)
 
@@ -132,9 +131,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
     def _enter(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call a module or function now, on futures, and record the calls that it makes."""
-        if isinstance(function, nn.Module):
-            self._recording.share(function.buffers())
-            function = partial(_originals[0], function)
+        function = partial(_originals[0], function) if isinstance(function, nn.Module) else function
         future_for = self._recording.future_for
         self._num_entered += not self._by_op
         try:
