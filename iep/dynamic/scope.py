@@ -44,19 +44,21 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         share: run nodes of one op with the same arguments once. Not for modules that draw random numbers.
         defer_weight_grads: compute each weight's gradient once, over all calls (`DeferredWeightGrads`).
 
-    Arguments of a recorded call are tensors, futures, nested lists, tuples and dicts of these, and static values, which
-    distinguish calls. Parameters are shared by all calls, and other tensors belong to one sample. A call returns
-    futures in the structure of the module's result. Reading a value (`Future.value`, `float(future)`, printing) runs
-    all calls recorded so far. Side effects of a module, such as counting its calls, happen once for a group, and not at
-    all if its results are no longer referenced. Scopes may be nested, and may be open in several threads.
+    The first call of a kind runs at once and is observed; later calls are recorded. Arguments of a recorded call are
+    tensors, futures, nested lists, tuples and dicts of these, and plain values, which distinguish calls. Parameters and
+    buffers are shared by all calls, and other tensors belong to one sample. A call returns futures in the structure of
+    the module's result. Reading a value (`Future.value`, `float(future)`, printing) runs all calls recorded so far.
+    Calls that change their module or read values run at once. Calls with other arguments or results are entered: their
+    code runs at once, and the calls that it makes are recorded. Scopes may be nested, and open in several threads.
 
     All values that ran together belong to one autograd graph, which has no second derivatives. A result that no loss
     uses has a gradient of zeros in its group's backward pass; infinite derivatives there make gradients NaN (0 * inf).
 
     Raises:
         ValueError: the granularity is unknown, or a listed object is not a module. In the block, or at its end: a call
-            changes a tensor in place; a module, or a tensor, changed between a call and its run; `backward` of a future
-            is called; a `torch.autograd.Function` is given a future; the scheduler is unknown.
+            changes a tensor in place; a tensor, or a container of a module, changed between a call and its run; a call
+            keeps a tensor or reads a future where the scope does not look; `backward` of a future is called; a
+            `torch.autograd.Function` is given a future; the scheduler is unknown.
     """
 
     def __init__(
