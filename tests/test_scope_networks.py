@@ -7,6 +7,7 @@ inputs and parameters, buffers, attributes of all modules, and what hooks have s
 import copy
 import dataclasses
 import functools
+import random
 import types
 from collections import namedtuple
 from contextlib import nullcontext
@@ -335,6 +336,7 @@ NETWORKS = {
         lambda model, x, n: model(x)[0].sum() * model(x)[1],
     ),
     "a generator": (lambda: Net(generate, l=linear()), lambda model, x, n: sum(row.sum() for row in model(x))),
+    "random numbers of Python": (lambda: Net(lambda self, x: self.l(x).sum() * random.random(), l=linear()),),
     "values that decide": (lambda: Net(decide, l=linear(), m=linear()),),
     "values that select": (
         lambda: Net(lambda self, x: self.l(x[x[:, 0] > 0]).sum() + self.l(x)[x[:, 1] > 0].sum(), l=linear()),
@@ -405,6 +407,7 @@ def attributes_of(model):
 def outcome(name, granularity=None, listed="parts"):
     make, run = (*NETWORKS[name], lambda model, x, n: model(x))[:2]
     torch.manual_seed(0)
+    random.seed(0)
     SEEN.clear()
     positions.cache_clear()
     model = make().double()
@@ -415,7 +418,7 @@ def outcome(name, granularity=None, listed="parts"):
         if name == "hook of all modules"
         else None
     )
-    random = torch.get_rng_state()
+    before = torch.get_rng_state()
     for _ in range(2):
         opened = scope(*modules, granularity=granularity) if granularity else nullcontext()
         with opened:
@@ -425,7 +428,7 @@ def outcome(name, granularity=None, listed="parts"):
         sum(outputs).backward()
     if handle:
         handle.remove()
-    same_random = torch.equal(random, torch.get_rng_state())
+    same_random = torch.equal(before, torch.get_rng_state())
     assert not any(isinstance(value, Future) for value in model.state_dict().values())
     copied = copy.deepcopy(model) if name not in NOT_COPIED else None
     gradients = {key: p.grad for key, p in model.named_parameters()} | dict(enumerate(x.grad for x in samples))

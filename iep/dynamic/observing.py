@@ -36,8 +36,8 @@ from iep.dynamic.kernels import (
 )
 from iep.dynamic.rowwise import counts_indices
 
-PLAIN = {type(None), type(...), bool, int, float, complex, str, bytes, range, torch.Size, torch.dtype, torch.device}
-PLAIN |= {torch.memory_format, torch.layout}
+PLAIN: set[type] = {type(None), type(...), bool, int, float, complex, str, bytes, range, torch.Size}
+PLAIN |= {torch.dtype, torch.device, torch.memory_format, torch.layout}
 """Types of values that are described completely by their `repr`."""
 CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, frozenset, deque)
 MOST_ITEMS = 64
@@ -220,8 +220,8 @@ def _indices(index: Any) -> Sequence[Any]:
 
 def _random_numbers() -> tuple:
     """Return the states of the random numbers of Python and NumPy."""
-    _, keys, position, *_ = np.random.get_state()
-    return random.getstate(), keys.tobytes(), position
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"]
 
 
 def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple[Kernel, Any, dict[int, nn.Module]]:

@@ -239,7 +239,7 @@ class Recording:
             elif kind in STATIC_KINDS:
                 key += (kind, value)
             elif isinstance(value, Tensor):
-                self._walk_tensor(value.value if kind is Future else value, key, addresses)
+                self._walk_tensor(value.value if isinstance(value, Future) else value, key, addresses)
             elif kind is tuple or kind is list:
                 key += (kind, len(value))
                 self._walk(value, key, addresses)
@@ -349,7 +349,8 @@ class Recording:
         )
         tensors = [tensor for tensor, _ in state.tensors.values()]
         has_grad = is_opaque or any(tensor.requires_grad for tensor in tensors)
-        op = Op(len(self.ops), function, arguments, *key[2:4], kernel, columns, result_of, has_grad, state)
+        grad, autocast = key[2:4]
+        op = Op(len(self.ops), function, arguments, grad, autocast, kernel, columns, result_of, has_grad, state)
         self._ops_by_key[key] = op
         self.ops.append(op)
         self._note([*tensors, *(part for part in arguments.parts if isinstance(part, Tensor))])

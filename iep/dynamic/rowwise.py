@@ -82,21 +82,22 @@ def run_on_group(function: Callable) -> Callable:
     """Return the function that runs a group of calls for which `is_batched` is true. It may defer weight gradients."""
     if type(function) is nn.Linear:
         return partial(linear, weight=function.weight, bias=function.bias)
-    if type(function) in CELLS + SEQUENCES:
+    if isinstance(function, CELLS + SEQUENCES):
         return partial(_run_recurrent, function)
     return linear if function is functional.linear else function
 
 
-def _run_recurrent(layer: nn.Module, input: Tensor, hx: Any = None) -> Any:
+def _run_recurrent(layer: nn.RNNCellBase | nn.RNNBase, input: Tensor, hx: Any = None) -> Any:
     """Run a recurrent layer on G samples, (G, ...) each, with G as its batch axis, or as a part of it.
 
     Args:
         input: (G, D) or (G, B, D) for a cell, otherwise (G, T, D), or with a batch axis as the layer expects it.
         hx: the states before, (G, H), (G, layers, H) or with a batch axis each.
     """
-    is_cell = isinstance(layer, CELLS)
-    own_axis, state_axis = (0, 0) if is_cell else (0 if layer.batch_first else 1, 1)
-    has_batch = input.dim() == (3 if is_cell else 4)
+    if isinstance(layer, nn.RNNBase):
+        own_axis, state_axis, has_batch = 0 if layer.batch_first else 1, 1, input.dim() == 4
+    else:
+        own_axis, state_axis, has_batch = 0, 0, input.dim() == 3
 
     def merge(axis: int, value: Tensor) -> Tensor:
         value = value.movedim(0, axis)
@@ -107,7 +108,7 @@ def _run_recurrent(layer: nn.Module, input: Tensor, hx: Any = None) -> Any:
         return value.movedim(axis, 0)
 
     result = layer(merge(own_axis, input), tree_map_only(Tensor, partial(merge, state_axis), hx))
-    if is_cell:
+    if isinstance(layer, nn.RNNCellBase):
         return tree_map_only(Tensor, partial(divide, 0), result)
     output, states = result
     return divide(own_axis, output), tree_map_only(Tensor, partial(divide, state_axis), states)
