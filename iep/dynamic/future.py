@@ -13,10 +13,10 @@ from contextvars import ContextVar
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # PyTorch has no public name for it yet.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
@@ -49,27 +49,13 @@ LEAF = object()
 LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
 
 
-class Recorder(Protocol):
-    """What a thread's module calls, and the changes of its modules, are reported to."""
+current_recorder: ContextVar[Any] = ContextVar("current_recorder", default=None)
+"""What calls and changes of modules in this thread are reported to: a scope, the observer of a call, or None.
 
-    records: bool
-    """Whether functions on futures are recorded. If not, they run at once, and `note` is called."""
-
-    def handles(self, module: nn.Module) -> bool:
-        """Return whether `call` is to be called in place of the module."""
-
-    def call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the result of the module's call."""
-
-    def changes(self, changed: Any, *args: Any) -> None:
-        """Prepare for the change of an attribute of a module, or of a hook, given its handle."""
-
-    def note(self, reason: str) -> None:
-        """Note the reason why the call that is running cannot be recorded."""
-
-
-current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
-"""The recorder of this thread; None outside of scopes."""
+It has the attribute `records`, whether functions on futures are recorded, and the methods `handles(module)`, whether to
+call `call(module, args, kwargs)` in place of a module; `changes(module, name, value)`, called before a change; and
+`note(reason)`, called with the reason why the call that is running cannot be recorded.
+"""
 
 
 @contextmanager

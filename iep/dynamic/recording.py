@@ -66,8 +66,8 @@ class Recording:
         self.pending: list[Tensor] = []
         """By column, a tensor without values, of which the futures are views."""
         self._columns: dict[Spec, int] = {}
-        self._kernels: dict[tuple, Kernel] = {}
-        """The kernels of this scope, by the keys of their calls."""
+        self._kernels: dict[Callable, dict[tuple, Kernel]] = {}
+        """The kernels that are valid in this scope alone."""
         self._states: dict[Callable, tuple[int, State]] = {}
         """The numbers and states of the modules that were called since a module has last changed."""
         self._numbers: dict[tuple, int] = {}
@@ -144,8 +144,7 @@ class Recording:
 
     def _forget_states(self) -> None:
         self._states.clear()
-        # The key of a call of the user's function does not include the states of the modules that the function calls.
-        self._kernels = {key: kernel for key, kernel in self._kernels.items() if isinstance(key[0], nn.Module)}
+        self._kernels.clear()
 
     def state(self, function: Callable) -> tuple[int, State]:
         """Return a number that tells the states of a module apart, and the state of the module that a call runs."""
@@ -275,69 +274,40 @@ class Recording:
         """Record a call of a kind that has no op yet. If it has no kernel either, run it now and observe it."""
         arguments, leaves = split((args, dict(kwargs)), self._is_samples)
         specs = [Spec.of(leaf) for leaf in leaves]
-        kernel = Kernel(NOW, "no argument is a tensor")
-        if leaves:
-            kernels, kept_key = self._kept_kernels(function, arguments, key[2:4], specs)
-            found = self._kernels.get(key) or kernels.get(kept_key)
-            if found is None and _is_torch(function) and not _autocast():
-                with recording_into(None):
-                    found = kernels[kept_key] = kernel_of_torch(function, arguments, specs)
-            if found is None:
-                return self._observe(key, kernels, kept_key, function, arguments, leaves)
-            kernel = found
-        self._kernels[key] = kernel
+        described = [
+            (Spec.of(part), part.requires_grad) if isinstance(part, Tensor) else plain_key(part)
+            for part in arguments.parts
+        ]
+        state = self._states[function][1]
+        kind = arguments.structure, *key[2:4], *specs, *described, *state.facts.items()
+        kernel = self._kernels.get(function, {}).get(kind) or _kept(function, state).get(kind)
+        if kernel is None and not leaves:
+            kernel = Kernel(NOW, "no argument is a tensor")
+        elif kernel is None and _is_torch(function) and not _autocast():
+            with recording_into(None):
+                kernel = _kept(function, state)[kind] = kernel_of_torch(function, arguments, specs)
+        elif kernel is None:
+            return self._observe(kind, function, arguments, leaves)
         if kernel.how in (NOW, ENTERED):
             self._ops_by_key[key] = kernel
         else:
             self._add_op(key, function, arguments, kernel)
         return self.record(function, args, kwargs)
 
-    def _kept_kernels(
-        self, function: Callable, arguments: Nested, modes: tuple, specs: Sequence[Spec]
-    ) -> tuple[dict[tuple, Kernel], tuple]:
-        """Return the kernels that are kept for later scopes, and the key among them of a call.
-
-        Kernels of modules with a complete state and of PyTorch's functions are kept. Kernels of the user's functions
-        are not, as these functions may depend on more than their arguments.
-        """
-        kernels: dict[tuple, Kernel] = {}
-        state = self._states[function][1]
-        if isinstance(function, nn.Module) and state.is_complete:
-            kernels = _of_modules.setdefault(function, kernels)
-        elif _is_torch(function):
-            kernels = _of_torch.setdefault(function, kernels)
-        if len(kernels) == MOST_KERNELS:  # a number that differs between calls adds a kernel for each value
-            kernels.clear()
-        constants = [
-            (Spec.of(part), part.requires_grad) if isinstance(part, Tensor) else plain_key(part)
-            for part in arguments.parts
-        ]
-        return kernels, (arguments.structure, *modes, *specs, *constants, *state.facts.items())
-
-    def _observe(
-        self,
-        key: tuple,
-        kernels: dict[tuple, Kernel],
-        kept_key: tuple,
-        function: Callable,
-        arguments: Nested,
-        leaves: Sequence[Any],
-    ) -> Any:
-        """Make a call now, and keep the kernel that it shows."""
+    def _observe(self, kind: tuple, function: Callable, arguments: Nested, leaves: Sequence[Any]) -> Any:
+        """Make the first call of a kind now, and keep the kernel that it shows."""
         state = self._states[function][1]
         if any(type(leaf) is Future and leaf._value is None for leaf in leaves):
             self.run(f"the first call of {name_of(function)} is observed")
         self._run_dependent(state.modules if isinstance(function, nn.Module) else self._used_modules)
-        values = [leaf.value if type(leaf) is Future else leaf for leaf in leaves]
-        kernel, result, modules = observe(function, arguments, values)
+        kernel, result, modules = observe(function, arguments, values_of(leaves))
         self._modules |= modules
         if kernel.changes:
             self._forget_states()
-        # If the state has another number now, another call may change nothing.
-        if self.state(function)[0] == key[1]:
-            self._kernels[key] = kernel
+        if self.state(function)[1].facts == state.facts:  # otherwise another call may change nothing
+            self._kernels.setdefault(function, {})[kind] = kernel
             if modules.keys() <= state.modules.keys():
-                kernels[kept_key] = kernel
+                _kept(function, state)[kind] = kernel
         self._report.add_first(function, kernel)
         return self.future_for(result)
 
@@ -374,6 +344,22 @@ class Recording:
         if kernel.changes:
             self._forget_states()
         return result if _is_torch(function) else self.future_for(result)
+
+
+def _kept(function: Callable, state: State) -> dict[tuple, Kernel]:
+    """Return the kernels of a function that are kept for later scopes, by kind of call.
+
+    Kernels of modules with a complete state and of PyTorch's functions are kept. Those of the user's functions are not,
+    as these functions may depend on more than their arguments.
+    """
+    kernels: dict[tuple, Kernel] = {}
+    if isinstance(function, nn.Module) and state.is_complete:
+        kernels = _of_modules.setdefault(function, kernels)
+    elif _is_torch(function):
+        kernels = _of_torch.setdefault(function, kernels)
+    if len(kernels) == MOST_KERNELS:  # a number that differs between calls adds a kernel for each value
+        kernels.clear()
+    return kernels
 
 
 def _is_torch(function: Callable) -> bool:
