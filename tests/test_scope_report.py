@@ -100,6 +100,40 @@ def test_a_tensor_that_is_changed_in_place_before_its_calls_run_is_an_error(chan
         change(layer, x)  # what was recorded has run
 
 
+KEPT = []
+
+
+class Keeps(nn.Module):
+    def forward(self, x):
+        KEPT.append(x * 2)
+        return x
+
+
+class Reads(nn.Module):
+    """Reads a global tensor that is made after its calls."""
+
+    def forward(self, x):
+        return x + KEPT[-1] if KEPT else x
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Keeps(), "Keeps keeps a tensor that it computes"),
+        (Reads(), "a recorded call reads a future that is not one of"),
+    ],
+)
+def test_what_a_call_does_outside_of_its_arguments_is_an_error_of_one_line(module, message):
+    def run():
+        with scope(module, nn.Linear(2, 2)) as batch:
+            found = [module(torch.ones(2)) for _ in range(4)]
+            KEPT.append(batch.wrap(torch.tanh)(found[-1]))
+
+    KEPT.clear()
+    with pytest.raises(ValueError, match=f"^{message}.*$"):
+        run()
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -189,3 +223,23 @@ def test_the_report_says_what_was_not_batched_and_why():
     }
     assert re.search(r"ran 1 x: a value is read at test_scope_report\.py:\d+", str(report))
     assert "nonzero was not recorded and ran at once 1 x: its control flow or a shape" in str(report)
+
+
+class Step(nn.Module):
+    """A module of the user's own around a cell for which vmap has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(2, 2)
+
+    def forward(self, x, h):
+        return torch.tanh(self.cell(x, h))
+
+
+@pytest.mark.parametrize(("module", "how", "calls"), [(nn.GRUCell(2, 2), "batched", 1), (Step(), "looped by vmap", 4)])
+def test_a_report_calls_batched_only_what_runs_as_one_call(module, how, calls):
+    for _ in range(2):
+        with scope(module) as batch:
+            kept = [module(torch.randn(2), torch.zeros(2)) for _ in range(4)]
+    (row,) = batch.report().ops
+    assert (row.how, row.nodes, row.calls, len(kept)) == (how, 4, calls, 4)
