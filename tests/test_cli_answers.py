@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import ZipFile
 
 import h5py
 import pyarrow
@@ -74,11 +75,18 @@ def write_table(path: Path, delimiter: str, *rows: dict) -> None:
 
 
 def write_workbook(path: Path) -> None:
+    """Write a workbook with a cell at the far end of the sheet, and the result of a formula."""
     workbook = Workbook()
     workbook.active.append(["index", "question", "answer", "prediction"])
     for index, said in SAID.items():
-        workbook.active.append([index, "", "", said])
+        workbook.active.append([index, "", "", "=1+1" if index == 11 else said])
+    workbook.active["XFD1048576"] = "x"
     workbook.save(path)
+    with ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    with ZipFile(path, "w") as file:
+        for name, part in parts.items():
+            file.writestr(name, re.sub(rb"<f>1\+1</f><v ?/>|<f>1\+1</f><v></v>", rb"<f>1+1</f><v>2</v>", part))
 
 
 LINES: dict[str, Callable[[int, str], dict]] = {
@@ -120,12 +128,16 @@ def test_answers_are_read_in_every_format_and_scored_on_a_question_file(question
 
 def test_missing_and_unreadable_answers_are_wrong_counted_and_listed(questions: Path, tmp_path: Path):
     answers = tmp_path / "in.jsonl"
-    answers.write_text('{"question_index": 10, "response": null}\n{"question_index": 12, "response": "yes"}\n')
+    failed = {"status_code": 429, "body": {"error": {"message": "Rate limit reached"}}}
+    responses = {10: "red or blue", 11: failed, 12: "yes"}
+    answers.write_text(
+        "\n".join(json.dumps({"question_index": index, "response": said}) for index, said in responses.items())
+    )
     given = ("--answers", answers, "--questions", questions, "--report", tmp_path)
     found, rows, output = evaluate(tmp_path, *given)
     assert [row["predicted_answer"] for row in rows] == [UNREADABLE, MISSING, "yes"]
     assert found["accuracy"]["overall"] == pytest.approx(1 / 3)
-    assert "1 of 3 responses have no readable answer: 10: ''" in output
+    assert "1 of 3 responses have no readable answer: 10: 'red or blue'" in output
     assert "no answer to 1 of 3 questions, the first with index 11; 50.0% of the others are right" in output
     assert UNREADABLE in (page := (tmp_path / "report.html").read_text())
     assert "None%" not in page

@@ -72,6 +72,15 @@ SENTENCES = [
     ("It has a cylinder shape.", "cylinder"),
     ("No, there is one cube.", "no"),
     ("There are equally many, so yes", "yes"),
+    ("There are 12 things.", "12"),
+    ("The number of cubes is 3.", "3"),
+    ("Both are cubes.", "cube"),
+    ("Among the cubes, it is a ball.", "sphere"),
+    ("It is spherical.", "sphere"),
+    ("It has a cylindrical shape.", "cylinder"),
+    ("It is a mountain bike.", "mountain bike"),
+    ("mountain bike", "mountain bike"),
+    ("It is a truck. A big truck.", "Truck"),
 ]
 
 
@@ -100,6 +109,39 @@ def test_a_response_with_several_answers_or_none_has_no_reward(form: str):
 def test_the_answer_is_read_after_200_000_repetitions(unit: str):
     """In quadratic time, a test would take many minutes."""
     assert read_answer(200_000 * unit + "\nThe answer is 3") == "3"
+
+
+@pytest.mark.parametrize(
+    "same", ["mountain bike", "School Bus", "A", "C++", "-3", "none", "12", "red car", "a\tb", "是"]
+)
+def test_an_equal_answer_is_right_whatever_it_is(same: str):
+    assert clevr_reward(same, same) == clevr_reward(f"<answer>{same}</answer>", same) == 1.0
+    assert clevr_reward("another thing", same) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "solution"),
+    [
+        *(
+            (None, "0"),
+            ("-3", "3"),
+            ("There are -3 cubes.", "3"),
+            ("\N{MINUS SIGN}3", "3"),
+            ("3", "-3"),
+            ("red", "red car"),
+        ),
+        *(("It is not a mountain bike.", "mountain bike"), ("A school bus or a mountain bike", "mountain bike")),
+    ],
+)
+def test_another_answer_is_wrong(response: object, solution: str):
+    assert clevr_reward(response, solution) == 0.0
+
+
+def test_the_answers_of_a_data_set_tell_short_answers_from_long_ones():
+    answers = ["bike", "mountain bike", "truck"]
+    assert read_answer("It is a mountain bike.", "bike", answers) == "mountain bike"
+    assert read_answer("It is a bike, not a truck.", "bike", answers) is None
+    assert read_answer("It is no truck. It is a bike.", "bike", answers) == "bike"
 
 
 def test_the_solution_may_be_marked_and_either_may_be_a_number():

@@ -22,7 +22,7 @@ from iep.evaluation.predict import Predictions
 from iep.preprocess.encode_questions import build_vocab, encode, load_questions
 from iep.reward import read_answer
 from iep.runtime.reading import reading
-from iep.vocab import Vocab
+from iep.vocab import SPECIAL_TOKENS, Vocab
 
 INDEX_KEYS = ("question_index", "question_id", "custom_id", "doc_id", "index", "id")
 ANSWER_KEYS = (
@@ -72,8 +72,9 @@ def answer_predictions(
     rows, unused = read_rows(path)
     responses = _aligned(path, rows, questions, questions if every is None else every)
     truths = [None] * len(responses) if questions.answers is None else [vocab.answer[n] for n in questions.answers]
+    known = [*vocab.answer[len(SPECIAL_TOKENS) :]]
     answers = [
-        MISSING if each is None else read_answer(each, truth) or UNREADABLE
+        MISSING if each is None else read_answer(each, truth, known) or UNREADABLE
         for each, truth in zip(responses, truths, strict=True)
     ]
     vocab = vocab.with_answers(answers)
@@ -99,7 +100,7 @@ def answer_predictions(
     return vocab, Predictions(None, ranked, None, None), notes
 
 
-def read_rows(path: Path) -> tuple[list[tuple[int | None, str]], list[str]]:
+def read_rows(path: Path) -> tuple[list[tuple[int | None, str | None]], list[str]]:
     """Return the answers of a file, in which capitals in the names of columns do not count.
 
     Returns:
@@ -109,7 +110,8 @@ def read_rows(path: Path) -> tuple[list[tuple[int | None, str]], list[str]]:
     Raises:
         InputError: the file is missing or not of its format, or a row has no answer (names the row).
     """
-    found, keys = [], set[str]()
+    found: list[tuple[int | None, str | None]] = []
+    keys = set[str]()
     with reading(path, "a file of answers"):
         for number, row in enumerate(_parsed(path), 1):
             if isinstance(row, Mapping):
@@ -135,11 +137,15 @@ def _parsed(path: Path) -> list[Any]:
             from openpyxl import load_workbook
         except ImportError:
             raise InputError("reading .xlsx needs openpyxl: pip install 'iep[export]'") from None
-        sheet = load_workbook(path, read_only=True).active
-        rows = [row for row in sheet.iter_rows(values_only=True) if any(cell is not None for cell in row)]
-        if not rows:
+        sheet = load_workbook(path, read_only=True, data_only=True).active  # formulas have the results in the file
+        sheet.reset_dimensions()  # otherwise every row is as long as the one with the last column
+        header, *rows = [row for row in sheet.iter_rows(values_only=True) if any(cell is not None for cell in row)] or [
+            ()
+        ]
+        if not header:
             raise InputError("the first sheet is empty")
-        return [dict(zip(rows[0], row, strict=False)) for row in rows[1:]]
+        found = [dict(zip(header, row, strict=False)) for row in rows]
+        return [row for row in found if any(cell is not None for cell in row.values())]
     if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(sys.maxsize)  # the tables of VLMEvalKit may hold images
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -169,7 +175,7 @@ def _from_json(line: str, number: int) -> Any:
         raise InputError(f"line {number}: not JSON: {error.msg} at column {error.colno}") from None
 
 
-def _row(row: Any) -> tuple[int | None, str]:
+def _row(row: Any) -> tuple[int | None, str | None]:
     if not isinstance(row, Mapping):
         return None, _text(row)
     answer = next((row[key] for key in ANSWER_KEYS if row.get(key) not in (None, "")), None)
@@ -184,9 +190,10 @@ def _row(row: Any) -> tuple[int | None, str]:
     return int(number[1]), _text(answer)
 
 
-def _text(answer: Any) -> str:
-    if answer is None:  # such as the response of a request that failed
-        return ""
+def _text(answer: Any) -> str | None:
+    """Return the text of an answer; None for a request that failed."""
+    if answer is None or (isinstance(answer, Mapping) and answer.get("error")):
+        return None
     if isinstance(answer, str | int | float):
         return {True: "yes", False: "no"}[answer] if isinstance(answer, bool) else str(answer)
     if isinstance(answer, list) and answer:  # several choices, of which the first counts, or a conversation
@@ -197,7 +204,7 @@ def _text(answer: Any) -> str:
 
 
 def _aligned(
-    path: Path, rows: Sequence[tuple[int | None, str]], questions: Questions, every: Questions
+    path: Path, rows: Sequence[tuple[int | None, str | None]], questions: Questions, every: Questions
 ) -> list[str | None]:
     """Return the response to each question, None where there is none; `every` are all questions of their file."""
     if all(index is None for index, _ in rows):
