@@ -8,9 +8,6 @@ times as long as reading its content.
 """
 
 import mmap
-import os
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from iep.errors import InputError
-from iep.runtime.signals import deferred, end_with_parent
+from iep.runtime.signals import become_worker, deferred, starting_workers
 
 Make = Callable[..., Any]
 """(choice, allocate=np.empty) -> a batch, whose features are in an array that `allocate(shape, dtype)` returned."""
@@ -98,7 +95,7 @@ def made_ahead(make: Make, choices: Iterable[Any], loading: Loading, slot_bytes:
         generator=torch.Generator(),
         **options,
     )
-    with deferred():  # a loader whose workers are just starting could not be ended cleanly
+    with starting_workers():  # a loader whose workers are just starting could not be ended cleanly
         iterator, end = iter(loader), object()
     while True:
         with deferred():  # a signal interrupts no transfer
@@ -177,25 +174,10 @@ def _tensor_in(slots: int, number: int, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _start_worker(slots: Slots, worker: int) -> None:
-    """Prepare a worker process: how it sends tensors, and what it does with signals.
-
-    A Ctrl-C or a batch system's SIGTERM reaches all processes of a job, and the parent decides what follows. A worker
-    ends when its parent sends it SIGTERM or has ended. `multiprocessing` does the former at exit, for a loader that has
-    not ended its workers because the traceback of an uncaught exception keeps it alive.
-    """
+    """Prepare a worker process: how it sends tensors, and what it does with signals."""
     # As arrays; torch would send each tensor through a file of its own, which takes far longer.
     ForkingPickler.register(torch.Tensor, slots.reduce)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # only `sigwaitinfo` tells who has sent a signal
-    threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
-    end_with_parent(signal.SIGKILL)
-
-
-def _end_when_told(parent: int) -> None:
-    """Wait for a SIGTERM of the process `parent`, and end this process."""
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
-        pass
-    os._exit(0)  # another exit code would raise an error in PyTorch's handler of SIGCHLD
+    become_worker()
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Generator[Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from iep.errors import InputError
-from iep.runtime.signals import end_with_parent
+from iep.runtime.signals import PARENT, end_with_parent
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def joined() -> Iterator[None]:
         yield
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)  # if torchrun itself is killed, this process stops and saves
+        end_with_parent(signal.SIGTERM, PARENT)  # if torchrun itself is killed, this process stops and saves
     try:
         _connect()
     except (ValueError, RuntimeError) as error:

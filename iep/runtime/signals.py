@@ -1,12 +1,17 @@
 """Ctrl-C and SIGTERM -> one line and exit code 130 or 143, without interrupting work that must be completed.
 
 Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is, as Python raises
-`KeyboardInterrupt`. Inside `deferred()` the exception is delayed until the end of the block. Python drops exceptions in
-destructors and in callbacks of weak references, so that a dropped `Stopped` is raised again a moment later.
-`cli/command.py` prints the line and exits; `training/loop.py` saves a stopped training run.
+`KeyboardInterrupt`. Inside `deferred()` the exception is delayed until the end of the block, and in an import until its
+end. Python drops exceptions in destructors and in callbacks of weak references, so that a dropped `Stopped` is raised
+again a moment later. `cli/command.py` prints the line and exits; `training/loop.py` saves a stopped training run.
+
+All worker processes are forked within `starting_workers()` and begin with `become_worker()`: they leave signals to
+their parent, and end with it.
 """
 
 import ctypes
+import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -16,9 +21,12 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+PARENT = os.getppid()
+"""The process that started this one, unless it ended before this module was imported."""
+
 _PR_SET_PDEATHSIG = 1
 _MOMENT = 0.01
-"""Seconds after which a `Stopped` that was dropped is raised again."""
+"""Seconds after which a `Stopped` that was dropped, or that an import delays, is raised again."""
 
 _stop_signal: signal.Signals | None = None
 _depth = 0
@@ -99,8 +107,7 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
         return
     _stop_signal = signal.Signals(number)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not _depth:
-        raise Stopped(_stop_signal)
+    _raise_again(number, frame)
 
 
 def _note_dropped(dropped: "sys.UnraisableHookArgs") -> bool:
@@ -112,10 +119,66 @@ def _note_dropped(dropped: "sys.UnraisableHookArgs") -> bool:
 
 
 def _raise_again(number: int, frame: FrameType | None) -> None:
-    if _stop_signal is not None and not _depth:
+    """Raise `Stopped` if a stop is requested, unless the block is deferred; in an import, try again after a moment."""
+    if _stop_signal is None or _depth:
+        return
+    if _is_import(frame):
+        signal.setitimer(signal.ITIMER_REAL, _MOMENT)
+    else:
         raise Stopped(_stop_signal)
 
 
-def end_with_parent(number: int) -> None:
-    """Make the system send this process the signal `number` when its parent ends for any reason. Linux only."""
+def _is_import(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported: PyTorch's C++ code aborts the process if that raises."""
+    while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def starting_workers() -> Iterator[None]:
+    """Delay signals until the end of the block, which forks worker processes; they inherit that signals are blocked.
+
+    Otherwise, a signal that arrives before `become_worker` would run the handlers of this process in a worker.
+
+    Raises:
+        Stopped: at the end of the block, unless it raises something else.
+    """
+    with deferred():
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def become_worker() -> None:
+    """Make this process, which was forked within `starting_workers()`, leave signals to its parent and end with it.
+
+    A Ctrl-C or a batch system's SIGTERM reaches all processes of a job, and the parent decides what follows. A worker
+    ends when its parent sends it SIGTERM or has ended. `multiprocessing` does the former at exit, for a loader that has
+    not ended its workers because the traceback of an uncaught exception keeps it alive.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    threading.Thread(target=_end_when_told, args=(parent.pid,), daemon=True).start()
+    end_with_parent(signal.SIGKILL, parent.pid)
+
+
+def _end_when_told(parent: int) -> None:
+    """Wait for a SIGTERM of the process `parent`, and end this process; only `sigwaitinfo` tells who sent a signal."""
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)  # another exit code would raise an error in PyTorch's handler of SIGCHLD
+
+
+def end_with_parent(number: int, parent: int) -> None:
+    """Make the system send this process the signal `number` when its parent ends for any reason. Linux only.
+
+    Args:
+        parent: the process that started this one; if it has already ended, the signal is sent at once.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)

@@ -9,7 +9,6 @@ and annotated by `annotations.py`; questions come from `question_generator.py`.
 import io
 import json
 import multiprocessing
-import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,7 +27,7 @@ from iep.errors import InputError
 from iep.runtime.files import atomic_path, os_errors_name, write_json
 from iep.runtime.locks import LOCK
 from iep.runtime.reading import read_json, reading
-from iep.runtime.signals import end_with_parent
+from iep.runtime.signals import become_worker, starting_workers
 from iep.synth.annotations import annotate
 from iep.synth.executor import facts_of
 from iep.synth.presets import SPLITS, Options
@@ -71,7 +70,8 @@ def synthesize(
                 progress(split, count)
                 continue
             blocks = [range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
-            made = run(partial(_make_block, out, options, split), blocks)
+            with starting_workers():
+                made = run(partial(_make_block, out, options, split), blocks)
             _write_split(out, options, split, zip(blocks, made, strict=True), progress)
     return finished
 
@@ -199,20 +199,14 @@ def _mapping(workers: int) -> Iterator[Callable]:
     if workers == 1:
         yield map
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=become_worker)
     try:
         yield pool.map
     except BrokenProcessPool as error:
         raise InputError("a worker process was killed, perhaps because memory ran out; try fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _prepare_worker() -> None:
-    """Leave Ctrl-C to the parent, which lets a worker finish its block, and end with the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)
 
 
 def _claim(out: Path, options: Options) -> None:
