@@ -39,6 +39,10 @@ HOST = "127.0.0.1"
 ALLOWED_HOSTS = HOST, "localhost"
 """Host names that requests may give. Without this check, a website whose name resolves to `HOST` could use the page."""
 QUESTION = "How many red things are there?"
+MOST_BYTES = 32 << 20
+"""The greatest size of an upload."""
+MOST_CHARACTERS = 4_000
+"""The greatest length of a question or program. Every function of a program is a map in the response."""
 SIZE = 480, 320
 """Width and height of generated images, in pixels."""
 FONTS = ("system-ui", "sans-serif")
@@ -89,6 +93,8 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
         """
         question = gr.skip()
         try:
+            if len(text) > MOST_CHARACTERS:
+                raise InputError(f"The text has {len(text):,} characters, expected at most {MOST_CHARACTERS:,}.")
             (answer,) = model.ask(file_of(image), **{"program" if is_run else "question": [text]})
             results, notes = _shown(answer), answer.warning.splitlines()
             question = "" if is_run else question
@@ -156,6 +162,7 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
             "css": CSS,
             "ssr_mode": False,
             "show_error": True,
+            "max_file_size": MOST_BYTES,
             "app_kwargs": {"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=ALLOWED_HOSTS)]},
         }
         try:
