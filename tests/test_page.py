@@ -68,6 +68,14 @@ def test_a_request_reads_images_of_the_page_and_no_other_files(address, function
         assert "This page has no such image" in called(address, function, {"path": str(path)}, text)
     assert "There is no image: choose or generate one" in called(address, function, None, text)
     assert "has no word" in called(address, "ask", {"path": own}, " ")
+    long = called(address, "run", {"path": own}, "count " + 5_000 * "unique " + "scene")
+    assert "expected at most 4,000" in long
+    assert len(long) < 2_000
+
+
+def test_an_upload_above_the_limit_is_refused(address):
+    response = httpx.post(f"{address}gradio_api/upload", files={"files": ("a.png", bytes(33 << 20))}, timeout=60)
+    assert response.status_code == 413
 
 
 @pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("example.org", 400), ("0.0.0.0", 400)])

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM end a command with one line and 130 or 143, at once or between two steps, and lose no work."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from iep.cli.command import Command
 from iep.data.loader import NO_WORKERS, made_ahead
-from iep.runtime.signals import Stopped, deferred, handled
+from iep.runtime.signals import Stopped, become_worker, deferred, end_with_parent, handled, starting_workers
 
 BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
@@ -30,6 +31,40 @@ def handlers() -> Iterator[None]:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_process_whose_parent_has_already_ended_ends_at_once():
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        parent = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == parent:
+                time.sleep(0.001)
+            end_with_parent(signal.SIGKILL, parent)
+            os.write(sender, b"still alive")
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(sender)
+    assert os.read(receiver, 20) == b""
+    os.close(receiver)
+
+
+def wait_as_worker() -> None:
+    become_worker()
+    time.sleep(60)
+
+
+def test_a_worker_leaves_signals_to_its_parent_from_the_start():
+    worker = multiprocessing.get_context("fork").Process(target=wait_as_worker)
+    with starting_workers():
+        worker.start()
+    os.kill(worker.pid, signal.SIGINT)
+    worker.join(0.1)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
 
 
 @BOTH
@@ -123,7 +158,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_and_a_further_sigterm_changes_
     """torchrun sends SIGTERM to processes that got a signal before."""
     body = f"""if True:
         import os
-        from iep.runtime.signals import Stopped, deferred, handled
+        from iep.runtime.signals import Stopped, become_worker, deferred, end_with_parent, handled, starting_workers
         with handled():
             try:
                 with deferred():
