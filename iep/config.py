@@ -251,9 +251,9 @@ class Config:
     """The number of questions to validate on, from the first that is not skipped."""
     curriculum: tuple[tuple[int, int], ...] = setting((), models=ANSWERING)
     """Pairs of the first iteration and the greatest program length from then on, in functions besides `scene`."""
-    max_program_length: int = setting(31, minimum=2, maximum=1000, models=("pg", *WITH_ENGINE))
-    """The number of tokens, `<START>` and `<END>` included, after which decoding stops. The default is that of the
-    original toolkit, 30 after `<START>`. CLEVR's longest program has 27."""
+    max_program_length: int | None = setting(None, minimum=2, maximum=1000, models=("pg", *WITH_ENGINE))
+    """The number of tokens, `<START>` and `<END>` included, after which decoding stops, which checkpoints store. The
+    default is the length of the longest program to train on, and at least that of the original toolkit, 31."""
     questions_per_image: int = setting(1, minimum=1, models=ANSWERING)
     """The number of questions about one image that are drawn together. With more than 1, sharing runs fewer stems."""
     workers: int = setting(1, minimum=0)
@@ -363,7 +363,8 @@ class Evaluation:
     sharing: bool | None = Config.sharing
     execution: str = Config.execution
     beam_size: int = 1
-    max_program_length: int = Config.max_program_length
+    max_program_length: int | None = None
+    """None for what the checkpoint stores."""
     precision: str = Config.precision
     batch_size: int = 256
     families: str | None = setting(None, models=ANSWERING)

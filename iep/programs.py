@@ -15,7 +15,7 @@ Shapes: N programs, B programs of a minibatch, L program tokens, V program vocab
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,12 @@ from iep.errors import InputError
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START
 
 SCENE = "scene"
+MOST_TOKENS = 998
+"""The greatest length of a program in prefix order, without `<START>` and `<END>`."""
 CHUNK = 65_536
 """The number of programs that `program_lengths` joins in one graph."""
+WITH_VALUE = "filter_", "relate"
+"""How the names of functions begin that take a value."""
 BINARY_FUNCTIONS = frozenset({"union", "intersect", "less_than", "greater_than"})
 _TOKEN = re.compile(r"^(?P<function>[^\[\]]+)(?:\[(?P<value>[^\[\]]*)\])?$")
 
@@ -46,19 +50,46 @@ def arities(program_tokens: Sequence[str]) -> np.ndarray:
     return np.array([arity(token) for token in program_tokens], dtype=np.int64)
 
 
-def call_token(call: dict) -> str:
-    """Return the token of one JSON call, such as `filter_color[red]`.
+class Call(NamedTuple):
+    """One call of a JSON program."""
 
-    The function's name may be under the key `type`, as the public question generator writes it.
+    function: str
+    value: str | None
+    inputs: list[int]
+    """The positions of the calls that it reads."""
+
+    @property
+    def token(self) -> str:
+        """The call's token, such as `filter_color[red]`."""
+        return self.function if self.value is None else f"{self.function}[{self.value}]"
+
+
+def read_call(call: Any, position: int) -> Call:
+    """Return a call of a JSON program, given its position.
+
+    The public question generator has other keys than the released data: `type` for the function's name, and
+    `side_inputs` for its values. Both mean the same here.
 
     Raises:
-        InputError: the call has no function name or more than one value.
+        InputError: the call is not an object, has no function name, a number of values other than its function takes,
+            or a wrong number of inputs, or reads a call that is not an earlier one.
     """
+    if not isinstance(call, dict):
+        raise InputError(f"program call {position} is {call!r}, expected an object with 'function' and 'inputs'")
     function = call.get("function", call.get("type"))
-    values = call.get("value_inputs") or []
+    values = call.get("value_inputs") or call.get("side_inputs") or []
     if not isinstance(function, str) or not isinstance(values, list) or len(values) > 1:
-        raise InputError(f"not a program call: {call!r}, expected a function and at most one value")
-    return f"{function}[{values[0]}]" if values else function
+        raise InputError(f"program call {position} is {call!r}, expected a function and at most one value")
+    value = None if values in ([], [None], [""]) else str(values[0])
+    if value is None and function.startswith(WITH_VALUE):
+        raise InputError(f"program call {position} ({function}) has no value, expected one in 'value_inputs'")
+    made = Call(function, value, call.get("inputs", []))
+    inputs, count = made.inputs, arity(function)
+    if not isinstance(inputs, list) or len(inputs) != count:
+        raise InputError(f"program call {position} ({made.token}) has inputs {inputs!r}, expected {count}")
+    if any(type(source) is not int or not 0 <= source < position for source in inputs):
+        raise InputError(f"program call {position} ({made.token}) has inputs {inputs!r}, expected earlier calls")
+    return made
 
 
 def json_to_prefix(program: Sequence[dict]) -> list[str]:
@@ -67,23 +98,21 @@ def json_to_prefix(program: Sequence[dict]) -> list[str]:
     A call that is an input of several others is written out for each of them.
 
     Raises:
-        InputError: the program is not a list or is empty, an input is not an earlier call, or a call has the wrong
-            number of inputs.
+        InputError: the program is not a list or is empty, a call is malformed (as for `read_call`), or there are more
+            than `MOST_TOKENS` tokens.
     """
     if not isinstance(program, list):
         raise InputError(f"the program is {program!r:.60}, expected a list of calls")
     if not program:
         raise InputError("the program is empty, expected a list of calls")
     prefixes: list[list[str]] = []
-    for position, call in enumerate(program):
-        if not isinstance(call, dict):
-            raise InputError(f"program call {position} is {call!r}, expected an object with 'function' and 'inputs'")
-        token, inputs = call_token(call), call.get("inputs", [])
-        if not isinstance(inputs, list) or len(inputs) != arity(token):
-            raise InputError(f"program call {position} ({token}) has inputs {inputs!r}, expected {arity(token)}")
-        if any(not isinstance(source, int) or not 0 <= source < position for source in inputs):
-            raise InputError(f"program call {position} ({token}) has inputs {inputs!r}, expected earlier calls")
-        prefixes.append([token, *(token for source in inputs for token in prefixes[source])])
+    for position, given in enumerate(program):
+        call = read_call(given, position)
+        length = 1 + sum(len(prefixes[source]) for source in call.inputs)
+        if length > MOST_TOKENS:
+            what = f"program call {position} ({call.token}) has {length:,} tokens"
+            raise InputError(f"{what} with all calls that it reads, written out; expected at most {MOST_TOKENS}")
+        prefixes.append([call.token, *(token for source in call.inputs for token in prefixes[source])])
     return prefixes[-1]
 
 
@@ -112,6 +141,11 @@ def prefix_to_json(tokens: Sequence[str]) -> list[dict]:
         inputs = [call_of[argument] for argument in nodes[node].arguments]
         program.append({"inputs": inputs, "function": match["function"], "value_inputs": values})
     return program
+
+
+def split_program(text: str) -> list[str]:
+    """Return the tokens of a program's text, which spaces separate; a value in brackets may contain spaces."""
+    return re.findall(r"[^\s\[]*\[[^\]]*\]|\S+", text)
 
 
 def question_type(root_token: str) -> str:

@@ -38,7 +38,6 @@ from tiny_data import (
 from torch import nn
 from train_cases import iep_train, weights
 
-from iep.config import Config
 from iep.models.checkpoint import load_checkpoint, load_network
 from iep.program_generator.decode import greedy
 from iep.training.run_training import train
@@ -154,7 +153,7 @@ def test_a_generator_of_any_size_decodes_the_originals_programs_token_for_token(
     file = generator_file(seed, **options)
     file["program_generator_state"]["decoder_linear.bias"][bias[0]] += bias[1]
     generator = load_network(write(tmp_path_factory.getbasetemp() / "pg.pt", file), "generator", VOCAB, CPU).module
-    found = greedy(generator, torch.from_numpy(OF_VAL["questions"]).long(), Config.max_program_length).tolist()
+    found = greedy(generator, torch.from_numpy(OF_VAL["questions"]).long(), generator.max_program_length).tolist()
     for mine, question_T in zip(found, OF_VAL["questions"].tolist(), strict=True):
         expected = decode(file, question_T)
         assert mine == expected + [0] * (len(mine) - len(expected))

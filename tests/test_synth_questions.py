@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from iep.programs import call_token, json_to_prefix, question_type
+from iep.programs import json_to_prefix, question_type
 from iep.runtime.reading import read_json
 from iep.synth.executor import IllPosedError, execute, facts_of, spelled
 from iep.synth.presets import resolve
@@ -239,7 +239,7 @@ def test_a_phrase_never_gives_away_the_attribute_that_is_asked_or_compared() -> 
 def test_blind_guessing_gets_what_it_gets_on_clevr(preset: str, most_modules: float) -> None:
     questions, answers = [question for _, question in asked(preset)], defaultdict(Counter)
     for question in questions:
-        answers[question_type(call_token(question.program[-1]))][question.answer] += 1
+        answers[question_type(question.program[-1]["function"])][question.answer] += 1
     right = sum(max(counted.values()) for counted in answers.values())
     assert 0.35 < right / len(questions) < 0.45  # about 42% on CLEVR
     for kind, counted in answers.items():

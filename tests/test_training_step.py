@@ -27,8 +27,9 @@ CPU = torch.device("cpu")
 def small_joint(frozen: str | None = None, **settings: Any) -> JointTask:
     torch.manual_seed(0)
     given = [f"{name}={value}" for name, value in settings.items()]
-    config = tiny_config(Path(), "joint", "batching=improved", "max_program_length=6", *given)
-    generator = build("generator", network_kwargs("generator", config.generator, VOCAB))
+    config = tiny_config(Path(), "joint", "batching=improved", *given)
+    kwargs = network_kwargs("generator", config.generator, VOCAB)
+    generator = build("generator", {**kwargs, "max_program_length": 6})
     engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
     task = JointTask(config, {"generator": generator, "engine": engine})
     freeze(task.networks, () if frozen is None else (frozen,))
@@ -48,7 +49,7 @@ def batch(split: Split) -> Batch:
 def answers_of_its_own(task: JointTask, batch: Batch, seed: int) -> list[int]:
     """Return the engine's answers to the programs that are sampled with the seed `seed`."""
     torch.manual_seed(seed)
-    programs_BL, _ = sample(task.generator, batch.questions, task.config.max_program_length, task.config.temperature)
+    programs_BL, _ = sample(task.generator, batch.questions, task.generator.max_program_length, task.config.temperature)
     return task.engine.reference(batch.features[batch.image_rows], programs_BL).argmax(1).tolist()
 
 
@@ -73,7 +74,7 @@ def test_the_gradient_of_reinforce_is_reward_less_baseline_times_that_of_the_log
     loss.backward()
 
     torch.manual_seed(1)
-    programs_BL, _ = sample(task.generator, batch.questions, task.config.max_program_length, temperature)
+    programs_BL, _ = sample(task.generator, batch.questions, task.generator.max_program_length, temperature)
     surrogate = torch.zeros(())
     for n, program in enumerate(programs_BL.tolist()):
         program = program[: program.index(END) + 1] if END in program else program
@@ -100,7 +101,7 @@ def test_the_engine_is_trained_by_cross_entropy_on_the_programs_drawn(batch: Bat
     loss.backward()
     gradients = [p.grad for p in task.engine.parameters()]
     torch.manual_seed(1)
-    programs_BL, _ = sample(task.generator, batch.questions, task.config.max_program_length)
+    programs_BL, _ = sample(task.generator, batch.questions, task.generator.max_program_length)
     expected = nn.functional.cross_entropy(
         task.engine.reference(batch.features[batch.image_rows], programs_BL), batch.answers
     )

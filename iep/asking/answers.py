@@ -18,7 +18,7 @@ from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.execution_engine.trace import trace, unit_maps
-from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, tokens_run, tree_lines
+from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, split_program, tokens_run, tree_lines
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
         InputError: a token is special or not in the vocabulary, the tokens are not one complete tree, or an argument of
             a function is of the wrong kind for its module.
     """
-    tokens = text.split()
+    tokens = split_program(text)
     known = {token: index for token, index in vocab.program_index.items() if token not in SPECIAL_TOKENS}
     for place, token in enumerate(tokens):
         if token in SPECIAL_TOKENS:

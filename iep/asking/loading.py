@@ -219,7 +219,7 @@ def load(
     backbone: Backbone | None = None,
     weights: str | None = None,
     beam_size: int = Evaluation.beam_size,
-    max_program_length: int = Evaluation.max_program_length,
+    max_program_length: int | None = Evaluation.max_program_length,
     say: Callable[[str], None] = lambda _: None,
 ) -> Model:
     """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
@@ -237,7 +237,7 @@ def load(
             features; None for the likeliest one.
         weights: a file with the weights of the recorded or the likeliest backbone, if it needs one.
         beam_size: the beam size for decoding programs; 1 decodes greedily.
-        max_program_length: the number of tokens after which decoding stops.
+        max_program_length: the number of tokens after which decoding stops; None for what the checkpoint stores.
         say: a function that receives a line for each assumption about the backbone.
 
     Raises:

@@ -109,7 +109,7 @@ decoding_options = all_of(
     click.option(
         "--max-program-length",
         type=click.IntRange(2, 1000),
-        help=f"Number of tokens after which decoding stops.  [default: {Evaluation.max_program_length}]",
+        help="Number of tokens after which decoding stops.  [default: the generator's, which its checkpoint stores]",
     ),
 )
 placement_options = all_of(

@@ -64,15 +64,17 @@ class Predictor:
     sharing: bool | None = None
     _: KW_ONLY
     beam_size: int
-    max_program_length: int
+    max_program_length: int | None = None
+    """None for the generator's own."""
 
     def programs(self, batch: Batch) -> Tensor | None:
         """Return predicted programs (B, L), by beam search if `beam_size` is above 1, else greedily."""
         if self.generator is None:
             return None
+        max_length = self.max_program_length or self.generator.max_program_length
         if self.beam_size > 1:
-            return beam(self.generator, batch.questions, self.beam_size, self.max_program_length)[0]
-        return greedy(self.generator, batch.questions, self.max_program_length)
+            return beam(self.generator, batch.questions, self.beam_size, max_length)[0]
+        return greedy(self.generator, batch.questions, max_length)
 
     def logits(self, batch: Batch, programs_BL: Tensor | None) -> Tensor | None:
         """Return answer logits (B, A), None without an engine or baseline."""

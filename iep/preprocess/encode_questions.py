@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import h5py
 import numpy as np
@@ -30,6 +31,8 @@ from iep.programs import json_to_prefix
 from iep.runtime.files import arrays_digest, write_bytes
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, index_tokens, tokenize
 
+FAMILIES_OF_FILE, FILE_NUMBERS = 1_000, 2_000_000
+"""The bounds of a family's index in a file of templates, and of the number of a file."""
 CLEVR = "clevr"
 """The name of the vocabulary of CLEVR v1.0, which may be given in place of a file."""
 
@@ -88,12 +91,12 @@ def load_questions(path: Path) -> QuestionSet:
             tokens["question"].append(tokenize(question_text(question)))
             image_idxs.append(image_index(question))
             orig_idxs.append(question_index(question, position))
-            if question.get("program"):
+            if question.get("program") is not None:
                 tokens["program"].append(json_to_prefix(question["program"]))
             if question.get("answer") is not None:
                 tokens["answer"].append([answer_token(question["answer"])])
             if question.get("question_family_index") is not None:
-                families.append(_integer(question["question_family_index"], "question_family_index"))
+                families.append(family_number(question))
         except InputError as error:
             raise InputError(f"{path}: question {position}: {error}") from None
     parts = {kind: rows.lengths for kind, rows in tokens.items()} | {"question_family_index": families}
@@ -137,12 +140,12 @@ def image_index(question: dict) -> int:
     """Return the index of a question's image: `image_index`, or the number in `image_filename`.
 
     Raises:
-        InputError: the question has neither, or the index is not an integer of 32 bits.
+        InputError: the question has neither, or the index is negative or not an integer of 32 bits.
     """
     number = question.get("image_index", image_number(str(question.get("image_filename", ""))))
     if number is None:
         raise InputError("expected the key 'image_index', or 'image_filename' with a name like CLEVR_val_000000.png")
-    return _integer(number, "image_index")
+    return _integer(number, "image_index", minimum=0)
 
 
 def question_index(question: dict, position: int) -> int:
@@ -154,9 +157,27 @@ def question_index(question: dict, position: int) -> int:
     return _integer(question.get("question_index", position), "question_index")
 
 
-def _integer(value: object, name: str) -> int:
-    if type(value) is not int or not -(2**31) <= value < 2**31:
-        raise InputError(f"{name!r} is {value!r:.60}, expected an integer of 32 bits")
+def family_number(question: dict) -> int:
+    """Return the number of a question's family: `question_family_index`, which CLEVR v1.0 counts over all templates.
+
+    The public question generator counts from 0 in each file of templates and adds `template_filename`. The number then
+    ends in three digits of the index, after digits of the file's name, and is the same in all splits.
+
+    Raises:
+        InputError: the index is not an integer of 32 bits, or not below 1,000 in a file of templates.
+    """
+    number = _integer(question["question_family_index"], "question_family_index")
+    if (file := question.get("template_filename")) is None:
+        return number
+    if not 0 <= number < FAMILIES_OF_FILE:
+        raise InputError(f"'question_family_index' is {number}, expected 0 to {FAMILIES_OF_FILE - 1} in {file!r}")
+    return crc32(str(file).encode()) % FILE_NUMBERS * FAMILIES_OF_FILE + number
+
+
+def _integer(value: object, name: str, minimum: int = -(2**31)) -> int:
+    if type(value) is not int or not minimum <= value < 2**31:
+        what = "an integer of 32 bits" if minimum else "an integer of 32 bits from 0"
+        raise InputError(f"{name!r} is {value!r:.60}, expected {what}")
     return value
 
 

@@ -127,6 +127,7 @@ def read_rows(questions: Path, images: list[Path], scenes: Path, with_trace: boo
             because there is no scenes file or no program, or the program has no answer on the scene.
     """
     texts = _scene_texts(scenes, len(images)) if with_trace or scenes.exists() else None
+    have_programs = any(question.get("program") is not None for question in read_questions(questions))
     seen = set()
     for position, question in enumerate(read_questions(questions, show_progress=True)):
         try:
@@ -134,9 +135,9 @@ def read_rows(questions: Path, images: list[Path], scenes: Path, with_trace: boo
             if not 0 <= image < len(images):
                 raise InputError(f"is about image {image}, but there are {len(images)} images (0 to {len(images) - 1})")
             details: dict[str, Any] = {"question_index": question_index(question, position), "image_index": image}
-            if question.get("program"):
-                tokens = json_to_prefix(question["program"])
-                details |= {"question_type": question_type(tokens[0])}
+            if have_programs:  # all rows have the same columns, which are empty for a question without a program
+                tokens = [] if question.get("program") is None else json_to_prefix(question["program"])
+                details |= {"question_type": question_type(tokens[0]) if tokens else ""}
                 details |= {"program": " ".join(tokens), "program_length": len(tokens)}
             if texts is not None:
                 details["scene"] = texts[image]

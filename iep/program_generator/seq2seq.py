@@ -18,6 +18,8 @@ from iep.program_generator import encoder
 from iep.vocab import NULL
 
 State = tuple[Tensor, Tensor]
+MAX_PROGRAM_LENGTH = 31
+"""The greatest length in the original toolkit, 30 tokens after `<START>`. CLEVR's longest program has 27 tokens."""
 
 
 class Seq2Seq(nn.Module):
@@ -32,6 +34,7 @@ class Seq2Seq(nn.Module):
         hidden_dim: the hidden units of both LSTMs.
         num_layers: the layers of both LSTMs.
         dropout: the probability of dropping a unit between the layers of an LSTM in training.
+        max_program_length: the number of tokens, `<START>` and `<END>` included, after which decoding stops.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class Seq2Seq(nn.Module):
         hidden_dim: int,
         num_layers: int,
         dropout: float,
+        max_program_length: int = MAX_PROGRAM_LENGTH,
     ):
         super().__init__()
+        self.max_program_length = max_program_length
         self.encoder_embed = nn.Embedding(num_question_tokens, embedding_dim)
         self.encoder_rnn = encoder.make_lstm(embedding_dim, hidden_dim, num_layers, dropout)
         self.decoder_embed = nn.Embedding(num_program_tokens, embedding_dim)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from iep.programs import call_token
+from iep.programs import Call, read_call
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 
 
@@ -57,13 +57,12 @@ def facts_of(scene: dict) -> Facts:
 def execute(program: Sequence[dict], facts: Facts) -> str:
     """Return the answer of a JSON program on a scene as CLEVR spells it: `yes`, `no`, `0` to `10`, or a value.
 
-    A call may have the key `type` instead of `function`, as the public question generator writes it.
-
     Raises:
         IllPosedError: `unique` got no object or several.
+        InputError: a call is malformed, as for `read_call`.
         KeyError: a function is unknown.
     """
-    return spelled(_results(program, facts)[-1])
+    return spelled(_results(_read(program), facts)[-1])
 
 
 def trace(program: Sequence[dict], facts: Facts) -> list[str]:
@@ -74,11 +73,12 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
 
     Raises:
         IllPosedError: `unique` got no object or several.
+        InputError: a call is malformed, as for `read_call`.
         KeyError: a function is unknown.
     """
-    lines = []
-    for number, (call, result) in enumerate(zip(program, _results(program, facts), strict=True), start=1):
-        kind = _name(call).partition("_")[0]
+    lines, calls = [], _read(program)
+    for number, (call, result) in enumerate(zip(calls, _results(calls, facts), strict=True), start=1):
+        kind = call.function.partition("_")[0]
         if kind == "unique":
             said = " ".join(facts.objects[result])
         elif kind in ("scene", "filter", "relate", "same", "union", "intersect"):
@@ -86,20 +86,20 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
             said = f"{len(named)} object{'s' * (len(named) != 1)}{': ' * bool(named)}{', '.join(named)}"
         else:
             said = spelled(result)
-        read = " of " * bool(call["inputs"]) + ", ".join(str(each + 1) for each in call["inputs"])
-        lines.append(f"{number}: {call_token(call)}{read} = {said}")
+        read = " of " * bool(call.inputs) + ", ".join(str(each + 1) for each in call.inputs)
+        lines.append(f"{number}: {call.token}{read} = {said}")
     return lines
 
 
-def _results(program: Sequence[dict], facts: Facts) -> list[Any]:
+def _read(program: Sequence[dict]) -> list[Call]:
+    return [read_call(call, position) for position, call in enumerate(program)]
+
+
+def _results(program: Sequence[Call], facts: Facts) -> list[Any]:
     results: list = []
     for call in program:
-        results.append(_call(_name(call), [results[i] for i in call["inputs"]], call.get("value_inputs") or [], facts))
+        results.append(_call(call.function, [results[i] for i in call.inputs], call.value or "", facts))
     return results
-
-
-def _name(call: dict) -> str:
-    return call["function"] if "function" in call else call["type"]
 
 
 def only(objects: int) -> int:
@@ -113,16 +113,16 @@ def only(objects: int) -> int:
     return objects.bit_length() - 1
 
 
-def _call(name: str, inputs: list, values: list[str], facts: Facts) -> int | bool | str:
+def _call(name: str, inputs: list, value: str, facts: Facts) -> int | bool | str:
     kind, _, attribute = name.partition("_")
     if kind == "filter":
-        return inputs[0] & facts.having[attribute][values[0]]
+        return inputs[0] & facts.having[attribute][value]
     if kind == "query":
         return facts.objects[inputs[0]][ATTRIBUTES.index(attribute)]
     if kind == "same":
         return facts.same[attribute][inputs[0]]
     if name == "relate":
-        return facts.related[values[0]][inputs[0]]
+        return facts.related[value][inputs[0]]
     if kind == "equal":
         return inputs[0] == inputs[1]
     return _PLAIN[name](facts, *inputs)

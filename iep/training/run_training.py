@@ -286,6 +286,8 @@ def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data:
             if is_main():
                 tqdm.write(f"{path}: {count} new question words")
         check_vocab(trained, vocab, name, path)
+    if name == "generator":
+        network = _with_program_length(network, is_new, config, data)
     if name in FEATURE_SIDES:
         assert features is not None
         check_features(network, features.shape[1:], path or features.path)
@@ -294,6 +296,14 @@ def _network(name: str, saved: Saved | None, is_new: bool, config: Config, data:
         warn_of_other_features(network, features)
     place(network.module, data.device)
     return network
+
+
+def _with_program_length(generator: Network, is_new: bool, config: Config, data: RunData) -> Network:
+    """Return a generator with the length of programs in the settings, or else one that the data's programs fit in."""
+    module, programs = generator.module, data.training.questions.programs
+    in_data = programs.shape[1] if is_new and programs is not None else 0
+    module.max_program_length = config.max_program_length or max(module.max_program_length, in_data)
+    return replace(generator, kwargs={**generator.kwargs, "max_program_length": module.max_program_length})
 
 
 def _place_and_set_execution(engine: ExecutionEngine, config: Config, data: RunData) -> None:
@@ -373,7 +383,7 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
         validation = validation and _with_predicted_programs(validation, generator, config)
     loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
     steps = range(batches_each * trainer.step, batches_each * config.iterations)
-    draws = config.max_program_length if config.model == "joint" else 0
+    draws = trainer.task.networks["generator"].max_program_length if config.model == "joint" else 0
     ranks: dict[str, Any] = {"rank": rank(), "world_size": world_size()}
     dataset = ClevrDataset(training.questions, training.features, plan_training)
     batches = training_batches(dataset, order, steps, loading, draws, **ranks)
@@ -388,11 +398,12 @@ def _with_predicted_programs(split: Split, generator: Seq2Seq, config: Config) -
     questions, size = torch.from_numpy(split.questions.questions), config.val_batch_size
     device = next(generator.parameters()).device
     # Rows of other processes are 0, the index of <NULL>, so that the sum over the processes has all programs.
-    programs = torch.zeros(len(questions), config.max_program_length, dtype=torch.long)
+    max_length = config.max_program_length or generator.max_program_length
+    programs = torch.zeros(len(questions), max_length, dtype=torch.long)
     firsts = range(size * rank(), len(questions), size * world_size())
     hidden = not (is_main() and sys.stderr.isatty())
     for first in tqdm(firsts, desc=f"predicting the programs of {split.questions.path.stem}", disable=hidden):
         rows = slice(first, first + size)
-        found_BL = greedy(generator, trim(questions[rows]).to(device), config.max_program_length)
+        found_BL = greedy(generator, trim(questions[rows]).to(device), max_length)
         programs[rows, : found_BL.shape[1]] = found_BL.cpu()
     return replace(split, questions=replace(split.questions, programs=total(programs).numpy()))

@@ -89,7 +89,8 @@ class GeneratorTask(Task):
 
     def correct(self, batch: Batch) -> Tensor:
         """Return (B,) booleans: the greedily decoded program is the true one, token for token."""
-        programs_BL = greedy(self.networks["generator"], batch.questions, self.config.max_program_length)
+        generator = self.networks["generator"]
+        programs_BL = greedy(generator, batch.questions, generator.max_program_length)
         return torch.from_numpy(exact_match(programs_BL.cpu().numpy(), batch.programs.cpu().numpy()))
 
 
@@ -159,7 +160,7 @@ class JointTask(EngineTask):
         """Return the engine's cross entropy plus the generator's REINFORCE surrogate, and the metrics of the step."""
         config = self.config
         programs_BL, log_probs_B = sample(
-            self.generator, batch.questions, config.max_program_length, config.temperature, batch.draws
+            self.generator, batch.questions, self.generator.max_program_length, config.temperature, batch.draws
         )
         logits_BA, attention = self._forward_programs(batch, programs_BL)
         engine_loss, metrics = self.engine_loss(logits_BA, attention, batch.answers)
@@ -178,7 +179,8 @@ class JointTask(EngineTask):
         return sum(loss for name, loss in losses.items() if is_trained(self.networks[name])), metrics
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self._forward_programs(batch, greedy(self.generator, batch.questions, self.config.max_program_length))
+        programs_BL = greedy(self.generator, batch.questions, self.generator.max_program_length)
+        return self._forward_programs(batch, programs_BL)
 
     def _forward_programs(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
