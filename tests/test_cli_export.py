@@ -128,6 +128,16 @@ def test_equal_questions_about_one_image_are_written_once_and_splits_share_no_im
     assert not list(out.glob("test*")), "the test split has no answers"
 
 
+@pytest.mark.parametrize("form", ["hf", "verl"])
+def test_a_program_after_many_questions_without_one_is_exported(clevr: Path, tmp_path: Path, form: str):
+    asked = [question(n, 0, "train") | {"question": f"Question {n}?"} for n in range(203)]
+    write_questions(clevr, "train", [*({**each, "program": None} for each in asked[:202]), asked[202]])
+    rows = read(exported(clevr, form, tmp_path / "out", "--split", "train"), "train", tmp_path)
+    details = [row.get("extra_info", row) for row in (rows[0], rows[202])]
+    assert [each["program"] for each in details] == ["", "count filter_color[red] scene"]
+    assert [each["program_length"] for each in details] == [0, 3]
+
+
 # What cannot be exported
 
 

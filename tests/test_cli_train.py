@@ -9,13 +9,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import h5py
+import numpy as np
 import pytest
-from tiny_data import assert_one_error, files_no_larger_than, newest, tiny, write_data
+import torch
+from tiny_data import assert_one_error, files_no_larger_than, newest, tiny, tiny_config, write_data
 from train_cases import iep_train
 
 from iep.config import Config, read_config
-from iep.models.checkpoint import BEST, load_checkpoint
+from iep.data.question_file import load_vocab
+from iep.models.checkpoint import BEST, load_checkpoint, load_network
 from iep.runtime.records import METRICS, Records
+from iep.training.run_training import train
 
 COMMANDS = ("ask", "bench", "evaluate", "preprocess", "synth", "train")
 
@@ -137,6 +142,20 @@ def test_a_run_is_resumed_in_another_directory_and_with_moved_data(tmp_path: Pat
     assert_one_error(iep_train("--out", tmp_path / "run", "--resume", "iterations=3"), "data/vocab.json: no such file")
     iep_train("--out", tmp_path / "run", "--resume", "iterations=3", "--data", "../moved")
     assert step(tmp_path / "run") == 3
+
+
+def test_the_length_of_programs_follows_the_data_and_is_stored_for_whoever_answers(data: Path, tmp_path: Path):
+    copied = shutil.copytree(data, tmp_path / "data")
+    with h5py.File(copied / "train_questions.h5", "r+") as file:
+        programs = file["programs"][()]
+        del file["programs"]
+        file["programs"] = np.pad(programs, ((0, 0), (0, 40 - programs.shape[1])))
+        file.attrs.pop("content_digest", None)
+    for name, given, expected in (("long", (), 40), ("short", ("max_program_length=3",), 3)):
+        config = tiny_config(copied, "pg", "iterations=1", *given)
+        train(config, tmp_path / name, resume=False)
+        generator = load_network(tmp_path / name, "generator", load_vocab(copied), torch.device("cpu")).module
+        assert generator.max_program_length == expected
 
 
 def test_a_run_is_not_resumed_as_another_model(run: Path):

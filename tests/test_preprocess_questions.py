@@ -44,6 +44,21 @@ def test_questions_programs_and_answers_decode_to_what_the_release_says(clevr, o
     assert set(read(out / "test_questions.h5")) == {"questions", "image_idxs", "orig_idxs", "question_families"}
 
 
+def test_families_of_different_files_of_templates_are_different_and_the_same_in_every_split(clevr, out):
+    files = ("one_hop.json", "zero_hop.json")
+    for split, order in (("train", files), ("val", files[::-1])):
+        asked = [
+            question(n, 0, split) | {"template_filename": file, "question_family_index": index}
+            for n, (file, index) in enumerate((file, index) for file in order for index in (0, 1))
+        ]
+        write_questions(clevr, split, asked)
+    run(clevr, "--out", out)
+    train, val = (read(out / f"{split}_questions.h5")["question_families"].tolist() for split in ("train", "val"))
+    assert len(set(train)) == 4
+    assert val == [*train[2:], *train[:2]]
+    assert [number % 1000 for number in train] == [0, 1, 0, 1]
+
+
 def test_the_public_generators_forms_give_the_same_arrays_as_the_release(clevr, out, tmp_path):
     released = [question(n, 0, "train", COLORS[n]) | {"answer": answer} for n, answer in enumerate(("yes", "no", "3"))]
     write_questions(clevr, "train", released)
@@ -51,7 +66,10 @@ def test_the_public_generators_forms_give_the_same_arrays_as_the_release(clevr, 
     generated = [released[n] | {"answer": answer} for n, answer in enumerate((True, False, 3))]
     for q in generated:
         calls = [{"type": call["function"], **call} for call in q["program"]]
-        q["program"] = [{key: value for key, value in call.items() if key != "function"} for call in calls]
+        q["program"] = [
+            {"side_inputs" if key == "value_inputs" else key: value for key, value in call.items() if key != "function"}
+            for call in calls
+        ]
     write_questions(clevr, "train", generated)
     run(clevr, "--out", tmp_path / "generated", "--split", "train")
     expected, found = read(out / "train_questions.h5"), read(tmp_path / "generated" / "train_questions.h5")

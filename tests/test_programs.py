@@ -16,6 +16,7 @@ from iep.programs import (
     named,
     prefix_to_json,
     program_tree,
+    split_program,
     tokens_run,
     tree_lines,
     without,
@@ -55,14 +56,19 @@ def test_a_prefix_becomes_json_as_clevrs_release_writes_it():
 
 
 def test_the_last_call_is_the_root_shared_calls_are_written_out_and_unused_ones_left_out():
-    """The key `type` of CLEVR's generator stands for `function`, and absent values for none."""
+    """The keys of CLEVR's generator stand for those of the release, and absent values for none."""
     program = [
         {"type": "scene", "inputs": [], "value_inputs": None},
-        {"function": "unique", "inputs": [0]},
+        {"type": "filter_shape", "inputs": [0], "side_inputs": ["mountain bike"]},
         {"function": "count", "inputs": [0]},
         {"function": "equal_size", "inputs": [1, 1]},
     ]
-    assert json_to_prefix(program) == ["equal_size", "unique", "scene", "unique", "scene"]
+    tokens = ["equal_size", *(shared := ["filter_shape[mountain bike]", "scene"]), *shared]
+    assert json_to_prefix(program) == tokens
+    assert split_program(" ".join(tokens)) == tokens
+
+
+CALL = {"function": "scene", "inputs": []}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,16 @@ def test_the_last_call_is_the_root_shared_calls_are_written_out_and_unused_ones_
             json_to_prefix,
             [{"function": "count", "inputs": [0]}],
             "call 0 (count) has inputs [0], expected earlier calls",
+        ),
+        (
+            json_to_prefix,
+            [CALL, {"function": "filter_color", "inputs": [0], "value_inputs": []}],
+            "call 1 (filter_color) has no value, expected one in 'value_inputs'",
+        ),
+        (
+            json_to_prefix,
+            [CALL, *({"function": "union", "inputs": [n, n]} for n in range(60))],
+            "call 9 (union) has 1,023 tokens with all calls that it reads, written out; expected at most 998",
         ),
         (prefix_to_json, ["union", "scene"], "the program ends after 2 tokens"),
         (prefix_to_json, ["count", "scene", "scene"], "program token 2 (scene) comes after the tree is complete"),
