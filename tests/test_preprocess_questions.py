@@ -52,7 +52,7 @@ def test_families_of_different_files_of_templates_are_different_and_the_same_in_
             for n, (file, index) in enumerate((file, index) for file in order for index in (0, 1))
         ]
         write_questions(clevr, split, asked)
-    run(clevr, "--out", out)
+    run(clevr, "--out", out, "--split", "train", "--split", "val")
     train, val = (read(out / f"{split}_questions.h5")["question_families"].tolist() for split in ("train", "val"))
     assert len(set(train)) == 4
     assert val == [*train[2:], *train[:2]]
