@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -167,9 +168,40 @@ QUESTIONS: list[tuple[dict, str]] = [
     ({"programs": np.zeros((TRAIN - 1, 9), "i4")}, "programs is (38, 9) int32, expected integers (39, 2 or more)"),
     ({"answers": np.zeros(TRAIN + 1, "i4")}, "answers is (40,) int32, expected integers (39,)"),
     (token("questions", 17, 4000), "questions, row 17: index 4000 is not in the vocabulary of 45 tokens"),
+    (token("image_idxs", 3, -1), "image_idxs, row 3: is -1, expected an index from 0"),
+    ({"questions": arrays(TRAIN)["questions"] * (np.arange(TRAIN) != 4)[:, None]}, "questions, row 4: has no token"),
     (token("programs", 5, 27), "programs, row 5: index 27 is not in the vocabulary of 27 tokens"),
 ]
-FEATURES: list[tuple[dict, str]] = [
+OTHER = "expected them in this one: copy them into it"
+
+
+def elsewhere(kind: str) -> Callable[[Path], None]:
+    """Move the values of a file's features to another file, in one of the ways that HDF5 has for this."""
+
+    def change(path: Path) -> None:
+        values, other = features(0), path.with_name("other.h5")
+        write_h5(other, {"features": values})
+        with h5py.File(path, "w") as file:
+            if kind == "link":
+                file["features"] = h5py.ExternalLink(other.name, "features")
+            elif kind == "virtual":
+                layout = h5py.VirtualLayout(values.shape, values.dtype)
+                layout[:] = h5py.VirtualSource("missing.h5", "features", values.shape)
+                file.create_virtual_dataset("features", layout)
+            else:
+                file.create_dataset("features", data=values, external=[("values.bin", 0, h5py.h5f.UNLIMITED)])
+
+    return change
+
+
+FEATURES: list[tuple[Any, str]] = [
+    (elsewhere("link"), "'features' is a link to another file, expected its values in this one: copy them into it"),
+    (elsewhere("virtual"), f"'features' has its values in other files, {OTHER}"),
+    (elsewhere("external storage"), f"'features' has its values in other files, {OTHER}"),
+    (
+        {"features": np.zeros((9, 7, 7, 512), "f4")},
+        "(9, 7, 7, 512), which looks like (N, H, W, C)",
+    ),
     ({"feature": features(0)}, "has no dataset 'features'"),
     ({"features": features(0)[0]}, f"features is ({CHANNELS}, {GRID}, {GRID}) float32, expected (N, C, H, W)"),
     ({"features": features(0), "checksums": np.zeros(2)}, "checksums is (2,) float64, expected one a row"),

@@ -25,6 +25,8 @@ from iep.runtime.reading import reading
 REMEDY = "iep-preprocess --verify --overwrite makes the file anew"
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
 """The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
+CHANNELS = (256, 512, 1024, 2048)
+"""The numbers of channels of a ResNet's stages, which no feature map is wide."""
 BLOCK_BYTES = 1 << 24
 """The number of bytes of the rows that `Features.verify` reads at once."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
@@ -47,6 +49,26 @@ def read_attributes(holder: h5py.File | h5py.Dataset) -> dict[str, Any]:
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
 
 
+def own_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
+    """Return a dataset of an open file, or None if there is none of this name.
+
+    Raises:
+        InputError: the dataset is a link to another file, a virtual one, or has its values in other files. HDF5 reads
+            zeros where these are missing, and any file that they name.
+    """
+    is_linked = isinstance(file.get(name, getlink=True), h5py.ExternalLink)
+    if not is_linked and name not in file:
+        return None
+    dataset: Any = None if is_linked else file[name]
+    if is_linked or dataset.file.filename != file.filename:
+        raise InputError(f"{name!r} is a link to another file, expected its values in this one: copy them into it")
+    if not isinstance(dataset, h5py.Dataset):
+        return None
+    if dataset.is_virtual or dataset.external:
+        raise InputError(f"{name!r} has its values in other files, expected them in this one: copy them into it")
+    return dataset
+
+
 class Features:
     """Rows of a features file, read on demand.
 
@@ -65,15 +87,22 @@ class Features:
         """Check the file.
 
         Raises:
-            InputError: the file is missing, damaged or not HDF5, or has no (N, C, H, W) floating-point `features`.
+            InputError: the file is missing, damaged or not HDF5, or has no (N, C, H, W) floating-point `features` of
+                its own; or features that `iep-preprocess` has not made look like (N, H, W, C).
         """
         self.path = Path(path)
         with open_hdf5(path) as file:
-            dataset = file.get("features")
-            if not isinstance(dataset, h5py.Dataset):
+            dataset = own_dataset(file, "features")
+            if dataset is None:
                 raise InputError("has no dataset 'features', expected a features file of iep-preprocess")
             if dataset.ndim != 4 or dataset.dtype.newbyteorder("=") not in FLOATS or 0 in dataset.shape[1:]:
                 raise InputError(f"features is {dataset.shape} {dataset.dtype}, expected (N, C, H, W) floats")
+            _, channels, height, width = dataset.shape
+            if width in CHANNELS and channels == height < width and "backbone" not in dataset.attrs:
+                how = "transpose(0, 3, 1, 2) makes them of (N, H, W, C)"
+                raise InputError(
+                    f"features is {dataset.shape}, which looks like (N, H, W, C), expected (N, C, H, W): {how}"
+                )
             self.shape: tuple[int, int, int, int] = dataset.shape
             self.dtype = dataset.dtype.newbyteorder("=")
             attributes = read_attributes(dataset)
@@ -178,9 +207,10 @@ def _offset_of_plain_rows(dataset: h5py.Dataset) -> int | None:
 
 def _read_checksums(file: h5py.File, count: int) -> np.ndarray | None:
     """Return the (count,) checksums of the rows, or None if the file has none, as the original toolkit's files."""
-    if "checksums" not in file:
+    dataset = own_dataset(file, "checksums")
+    if dataset is None:
         return None
-    checksums_N = file["checksums"][()]
+    checksums_N = dataset[()]
     if checksums_N.shape != (count,) or checksums_N.dtype != np.uint32:
         raise InputError(f"checksums is {checksums_N.shape} {checksums_N.dtype}, expected one a row")
     return checksums_N

@@ -16,11 +16,11 @@ from typing import Any
 import h5py
 import numpy as np
 
-from iep.data.features import REMEDY, Features, open_hdf5, read_attributes
+from iep.data.features import REMEDY, Features, open_hdf5, own_dataset, read_attributes
 from iep.errors import InputError
 from iep.runtime.distributed import attempt, broadcast, world_size
 from iep.runtime.files import arrays_digest
-from iep.vocab import Vocab
+from iep.vocab import NULL, Vocab
 
 CONTENT_DIGEST = "content_digest"
 """The attribute of a questions file that holds the digest of its arrays."""
@@ -69,7 +69,8 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
 
     Raises:
         InputError: the file is missing, damaged, not HDF5 or encoded with another vocabulary, a dataset is missing or
-            has a wrong shape, or a token is not in `vocab`.
+            has a wrong shape or its values in another file, a token is not in `vocab`, a question has no token, or an
+            image index is negative.
     """
     with open_hdf5(path) as file:
         attributes = read_attributes(file)  # the original toolkit's files have none
@@ -87,6 +88,10 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
                     f"{name}, row {bad[0][0]}: index {values[tuple(bad[0])]} is not in the vocabulary of {len(tokens)} "
                     "tokens; expected the vocab.json that was made with it"
                 )
+        for row in np.flatnonzero((arrays["questions"] == NULL).all(axis=1)):
+            raise InputError(f"questions, row {row}: has no token")
+        for row in np.flatnonzero(arrays["image_idxs"] < 0):
+            raise InputError(f"image_idxs, row {row}: is {arrays['image_idxs'][row]}, expected an index from 0")
     arrays.setdefault("orig_idxs", np.arange(len(arrays["questions"])))
     parts: dict[str, Any] = {name: arrays.get(name) for name in DATASETS}
     return Questions(path=Path(path), families=parts.pop("question_families"), **parts)
@@ -100,10 +105,10 @@ def _read_arrays(file: h5py.File) -> dict[str, np.ndarray]:
     """
     arrays: dict[str, np.ndarray] = {}
     for name, dimensions in DATASETS.items():
-        if name not in file and name not in REQUIRED:
+        dataset = own_dataset(file, name)
+        if dataset is None and name not in file and name not in REQUIRED:
             continue
-        dataset = file.get(name)
-        if not isinstance(dataset, h5py.Dataset):
+        if dataset is None:
             raise InputError(f"has no dataset {name!r}, expected a questions file of iep-preprocess")
         count = len(arrays.get("questions", dataset)) if dataset.ndim else 0
         fits = dataset.ndim == dimensions and len(dataset) == count and dataset.dtype.kind in "iu"
