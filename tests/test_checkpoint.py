@@ -1,5 +1,6 @@
 """Checkpoints: what one holds, that loading executes nothing, what is said of one that is damaged or does not fit."""
 
+import math
 import os
 import pickle
 import random
@@ -62,10 +63,11 @@ def test_a_checkpoint_holds_all_that_a_run_needs_to_go_on(runs: dict[str, Path],
 
 
 def test_a_run_directory_stands_for_its_best_checkpoint_or_else_its_newest(tmp_path: Path):
+    content: dict[str, Any] = {"networks": {}, "vocab": {}}
     for step in (900, 1000, 99):
-        save_checkpoint(tmp_path / step_name(step), {"which": step})
+        save_checkpoint(tmp_path / step_name(step), {**content, "which": step})
     assert load_checkpoint(tmp_path)["which"] == 1000
-    save_checkpoint(tmp_path / BEST, {"which": "best"})
+    save_checkpoint(tmp_path / BEST, {**content, "which": "best"})
     assert load_checkpoint(tmp_path)["which"] == "best"
 
 
@@ -134,6 +136,24 @@ PARTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         lambda held: held["networks"].pop("generator"),
         "holds no network, expected a checkpoint with a program generator",
     ),
+    (lambda held: held.update(networks=[1]), "networks is [1], expected networks by name"),
+    (
+        lambda held: held["networks"]["generator"].update(weights=None),
+        "networks.generator.weights is None",
+    ),
+    (
+        lambda held: held["networks"]["generator"].pop("kwargs"),
+        "has no networks.generator.kwargs",
+    ),
+    (lambda held: held.pop("vocab"), "has no vocab, expected a vocabulary"),
+    (lambda held: held.update(features=["a"]), "features is ['a'], expected settings by name"),
+    *(
+        (lambda held, step=step: held.update(step=step), f"step is {step!r}, expected a number of steps")
+        for step in (math.nan, -5, "x", True)
+    ),
+    (lambda held: held["optimizer"].update(state=None), "optimizer is {"),
+    (lambda held: held["optimizer"]["state"][0].pop("step"), "has no optimizer.state.0.step, expected a tensor"),
+    (lambda held: held["optimizer"]["state"][0].update(exp_avg_sq=torch.zeros(9)), NOT_OF_THESE),
     (lambda held: held["optimizer"]["state"][0].update(exp_avg=torch.zeros(9)), NOT_OF_THESE),
     (lambda held: held["optimizer"].update(state={99: held["optimizer"]["state"][0]}), NOT_OF_THESE.replace("0", "99")),
 ]

@@ -13,11 +13,12 @@ Checkpoints of the original toolkit load as well, to start from or to evaluate.
 
 import io
 import json
+import math
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -51,6 +52,77 @@ class Saved:
 
     path: Path
     content: dict[str, Any]
+
+
+# What a checkpoint holds
+
+
+def _is_mapping(value: Any, of: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, Mapping) and all(map(of, value.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""By key, the condition on its value, and what is expected, for messages."""
+CONTENT: Rules = {
+    "networks": (lambda value: _is_mapping(value, _is_mapping), "networks by name"),
+    "vocab": (_is_mapping, "a vocabulary"),
+    "features": (_is_mapping, "settings by name"),
+}
+NETWORK: Rules = {
+    "kwargs": (_is_mapping, "constructor arguments by name"),
+    "weights": (_is_mapping, "tensors by name"),
+}
+STATE: Rules = {
+    "step": (_is_count, "a number of steps"),
+    "config": (_is_mapping, "settings by name"),
+    "validation_due": (lambda value: type(value) is bool, "true or false"),
+    "best": (_is_number, "a finite number"),
+    "task": (lambda value: _is_mapping(value, _is_number), "finite numbers by name"),
+    "optimizer": (lambda value: _is_mapping(value) and _is_mapping(value.get("state"), _is_mapping), "its state"),
+}
+"""What a checkpoint also holds to resume its run."""
+TENSOR = torch.is_tensor, "a tensor"
+PARAMETER: Rules = dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), TENSOR)
+"""The state of the optimiser for one parameter."""
+
+
+def _check(content: Mapping[str, Any], rules: Rules, where: str = "") -> None:
+    """Check the values of some keys.
+
+    Raises:
+        InputError: a key is missing, or its value is not what is expected.
+    """
+    for key, (fits, expected) in rules.items():
+        if key not in content:
+            raise InputError(f"has no {where}{key}, expected {expected}")
+        if not fits(content[key]):
+            raise InputError(f"{where}{key} is {content[key]!r:.40}, expected {expected}")
+
+
+def _checked(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a file after checking that everything is there and of the right type.
+
+    Raises:
+        InputError: a key is missing, or its value is not what is expected.
+    """
+    content = {"features": {}, **content}  # earlier versions did not record them
+    _check(content, CONTENT)
+    for name, network in content["networks"].items():
+        _check(network, NETWORK, f"networks.{name}.")
+        _check(network["weights"], dict.fromkeys(network["weights"], TENSOR), f"networks.{name}.weights.")
+    if "optimizer" in content:
+        _check(content, STATE)
+        for number, state in content["optimizer"]["state"].items():
+            _check(state, PARAMETER, f"optimizer.state.{number}.")
+    return content
 
 
 # Files
@@ -147,10 +219,10 @@ def load_checkpoint(path: Path | str) -> dict[str, Any]:
             return _read_weights(path)
         content = _read(path)
         if is_original(content):
-            return from_original(content)
+            return _checked(from_original(content))
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise InputError(f"not a checkpoint of this toolkit, expected format {FORMAT}")
-    return content | {"features": content.get("features") or {}}  # earlier versions did not record them
+        return _checked(content)
 
 
 def _read(path: Path) -> Any:
@@ -178,11 +250,12 @@ def _read_weights(path: Path) -> dict[str, Any]:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     if not isinstance(config, dict) or config.get("format") != WEIGHTS_FORMAT:
         raise InputError(f"holds the weights of something else, expected metadata of the format {WEIGHTS_FORMAT}")
-    networks = {name: {"kwargs": kwargs, "weights": {}} for name, kwargs in config["networks"].items()}
+    _check(config, CONTENT)
+    networks: dict[str, Any] = {name: {"kwargs": kwargs, "weights": {}} for name, kwargs in config["networks"].items()}
     for name, weight in weights.items():
         network, _, key = name.partition(".")
-        networks[network]["weights"][key] = weight
-    return config | {"networks": networks}
+        networks.setdefault(network, {"weights": {}})["weights"][key] = weight
+    return _checked(config | {"networks": networks})
 
 
 def load_newest(out: Path) -> Saved | None:

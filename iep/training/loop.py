@@ -112,7 +112,9 @@ class Trainer:
         held = start.content
         states = held["optimizer"]["state"]
         for number, state in states.items():  # the fused optimiser would read and write beyond its memory
-            if number >= len(self.parameters) or state["exp_avg"].shape != self.parameters[number].shape:
+            is_known = number in range(len(self.parameters))
+            shape = self.parameters[number].shape if is_known else None
+            if {state["exp_avg"].shape, state["exp_avg_sq"].shape} != {shape}:
                 raise InputError(f"{start.path}: optimizer.state.{number} is not of a parameter of these networks")
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
         self.step, self.validation_due = held["step"], held["validation_due"]
