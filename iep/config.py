@@ -8,6 +8,7 @@ an `InputError` that names the key and where it was given.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -630,7 +631,8 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-4, which has no dot, as text
             value = float(value)
-    if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+    is_finite = kind is not float or not isinstance(value, float) or math.isfinite(value)
+    if origin is None and isinstance(value, kind) and is_finite and (kind is bool or not isinstance(value, bool)):
         return value
     found = " ".join(repr(value).split())  # of a tensor in a damaged checkpoint, this has several lines
     raise InputError(f"{name} is {found}, expected {_kind_name(kind)}")
@@ -642,4 +644,4 @@ def _kind_name(kind: Any) -> str:
         if arguments[-1] is Ellipsis:
             return f"a list, each item {_kind_name(arguments[0])}"
         return f"({', '.join(_kind_name(part) for part in arguments)})"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}[kind]

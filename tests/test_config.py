@@ -67,6 +67,8 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, value: o
         ("modules=tbd", "unknown key 'modules'; did you mean 'engine.modules'?"),
         ("batch_size=many", "batch_size is 'many', expected a whole number"),
         ("learning_rate=-1", "learning_rate is -1.0, expected at least 0"),
+        ("learning_rate=.inf", "learning_rate is inf, expected a finite number"),
+        ("weight_decay=nan", "weight_decay is nan, expected a finite number"),
         ("engine.stem_widths=16", "engine.stem_widths is 16, expected a list, each item a whole number"),
         ("backbone.image_size=[64]", "backbone.image_size is [64], expected (a whole number, a whole number)"),
         ("engine=3", "engine is 3, expected a mapping of settings"),

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM end a command with one line and 130 or 143, at once or between two steps, and lose no work."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 
 from iep.cli.command import Command
 from iep.data.loader import NO_WORKERS, made_ahead
+from iep.errors import InputError
 from iep.runtime.signals import Stopped, become_worker, deferred, end_with_parent, handled, starting_workers
 
 BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -65,6 +67,11 @@ def test_a_worker_leaves_signals_to_its_parent_from_the_start():
     worker.terminate()
     worker.join(10)
     assert worker.exitcode == 0
+
+
+def test_a_full_shared_memory_is_named():
+    with pytest.raises(InputError, match="/dev/shm: no space left, which worker processes need"), starting_workers():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @BOTH

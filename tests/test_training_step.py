@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, refused, tiny_config
 from torch import nn
 
 from iep.config import read_config
@@ -18,6 +18,7 @@ from iep.models.build import build, network_kwargs
 from iep.program_generator.decode import sample
 from iep.training.freezing import freeze
 from iep.training.loop import RunData, Trainer, learning_rate
+from iep.training.run_training import train
 from iep.training.tasks import JointTask
 from iep.vocab import END, NULL, START
 
@@ -133,6 +134,12 @@ def test_the_baseline_is_a_moving_average_of_the_mean_reward(batch: Batch):
         assert metrics["reward_baseline"].item() == pytest.approx(baseline)
         baseline = 0.8 * baseline + 0.2 * share / 8
         assert task.state["reward_baseline"] == pytest.approx(baseline)
+
+
+def test_batch_norm_over_a_single_question_is_one_line(data: Path, tmp_path: Path):
+    config = tiny_config(data, "lstm", "batch_size=1", "lstm.classifier_norm=true")
+    with refused("batch_size is 1, but classifier_norm is over the questions of a minibatch; expected more"):
+        train(config, tmp_path, resume=False)
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])

@@ -10,6 +10,7 @@ their parent, and end with it.
 """
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from iep.errors import InputError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -142,12 +145,17 @@ def starting_workers() -> Iterator[None]:
     Otherwise, a signal that arrives before `become_worker` would run the handlers of this process in a worker.
 
     Raises:
+        InputError: the system has no space for what the processes share.
         Stopped: at the end of the block, unless it raises something else.
     """
     with deferred():
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             yield
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise InputError("/dev/shm: no space left, which worker processes need; free some") from None
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -200,7 +200,8 @@ def _mapping(workers: int) -> Iterator[Callable]:
         yield map
         return
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=become_worker)
+    with starting_workers():
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=become_worker)
     try:
         yield pool.map
     except BrokenProcessPool as error:

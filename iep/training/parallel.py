@@ -94,15 +94,18 @@ class _Loss(nn.Module):
 # Batch norm
 
 
-def check_norms(networks: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Check that several processes can train the batch norms of the networks together.
+def check_norms(networks: Mapping[str, nn.Module], device: torch.device, batch_size: int) -> None:
+    """Check that the batch norms of the networks can be trained, by several processes together if there are several.
 
     Raises:
-        InputError: on CPUs, batch norm would be over a part of the questions of a minibatch.
+        InputError: batch norm would be over a single question, or on CPUs over a part of the questions of a minibatch.
     """
     layers = [layer for network in networks.values() for layer in network.modules()]
-    is_over_part = world_size() > 1 and device.type == "cpu"
-    if is_over_part and any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
+    if not any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
+        return
+    if batch_size == 1:
+        raise InputError("batch_size is 1, but classifier_norm is over the questions of a minibatch; expected more")
+    if world_size() > 1 and device.type == "cpu":
         raise InputError(
             "classifier_norm is over all questions of a minibatch, of which each process on a CPU has a part: train "
             "in one process, or without classifier_norm"

@@ -124,7 +124,7 @@ def train_from(start: Saved | None, config: Config, out: Path, given: Collection
     freeze(task.networks, config.freeze)
     if "engine" in networks:
         _place_and_set_execution(task.networks["engine"], config, data)
-    check_norms(task.networks, data.device)
+    check_norms(task.networks, data.device, config.batch_size)
     trainer = Trainer(task, config, data, out, networks)
     if start is not None:
         trainer.restore(start)
