@@ -48,13 +48,6 @@ PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
 ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency")
 """The settings that only asynchronous training uses."""
-FORMER: Mapping[str, Collection[Any]] = {
-    "replicas": [[]],
-    "engine.stem_pixels": range(1, 1000),  # for the stem `pixels`, which is an error now
-    "backward_weights": ["current", "forward"],
-    "execution": ["auto", "grouped"],
-}
-"""Settings and values that earlier versions saved, and that are no longer there: the default replaces them."""
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
 """Settings that are fixed on resume, as are network settings; `pg` may change when it only supplies programs."""
 SYNCHRONOUS = ("defer_weight_grads", "execution")
@@ -477,25 +470,15 @@ def only_used(config: Config) -> Config:
     return update(Config(), settings_of(config), "only used")
 
 
-def of_today(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name, perhaps saved by an earlier version, without those of `FORMER`.
-
-    Batch norm of modules over a call is read as norm over each example, which has the same weights and computes the
-    same in evaluation.
-    """
-    kept = {name: value for name, value in settings.items() if value not in FORMER.get(name, ())}
-    return kept | ({"engine.module_norm": "example"} if kept.get("engine.module_norm") == "batch" else {})
-
-
 def saved_config(settings: Mapping[str, Any], source: str) -> Config:
-    """Return the settings of a run that it has saved in the file `source`, perhaps by an earlier version.
+    """Return the settings of a run that it has saved in the file `source`.
 
     Raises:
         InputError: the settings are not a mapping, or a setting is unknown or invalid.
     """
     if not isinstance(settings, Mapping):
         raise InputError(f"{source}: expected a YAML mapping of settings, found {type(settings).__name__}")
-    given = [(source, name, value) for name, value in of_today(flat(settings)).items()]
+    given = [(source, name, value) for name, value in flat(settings).items()]
     return absolute(only_used(overridden(Config(), given)))
 
 

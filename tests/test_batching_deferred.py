@@ -136,6 +136,8 @@ def test_each_weight_gradient_is_computed_once_a_step(layer, shape, defer):
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_scope_defers_the_gradients_of_layers_of_pytorch_that_it_runs_directly(defer):
     layer = nn.Linear(4, 4)
+    with scope(layer):
+        layer(torch.randn(4))  # the first call, which is observed
     with scope(layer, defer_weight_grads=defer):
         output = recurrent(layer, torch.randn(4), 7)
     with CountWeightGrads(layer.weight) as counted:

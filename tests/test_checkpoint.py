@@ -63,7 +63,7 @@ def test_a_checkpoint_holds_all_that_a_run_needs_to_go_on(runs: dict[str, Path],
 
 
 def test_a_run_directory_stands_for_its_best_checkpoint_or_else_its_newest(tmp_path: Path):
-    content: dict[str, Any] = {"networks": {}, "vocab": {}}
+    content: dict[str, Any] = {"networks": {}, "vocab": {}, "features": {}}
     for step in (900, 1000, 99):
         save_checkpoint(tmp_path / step_name(step), {**content, "which": step})
     assert load_checkpoint(tmp_path)["which"] == 1000

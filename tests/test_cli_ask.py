@@ -135,7 +135,7 @@ def test_refused_input_is_one_line(parts, runs, tmp_path, arguments: str, code: 
 
 
 def test_a_checkpoint_without_a_recipe_is_asked_with_a_resnet101_or_the_backbone_that_is_given(parts, tmp_path):
-    old = changed(parts[3], tmp_path / "old.pt", features=None)
+    old = changed(parts[3], tmp_path / "old.pt", features={})
     asked = ("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION)
     assumed = iep_ask(*asked, "--weights", "random")
     what = "they are assumed to be resnet101 to stage 3, 224x224 pixels, random weights"

@@ -16,7 +16,7 @@ from train_cases import iep_train
 
 from iep.config import BASELINES
 from iep.models.build import NETWORKS, build
-from iep.models.checkpoint import load_checkpoint, save_checkpoint
+from iep.models.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +60,6 @@ def test_features_are_those_that_a_baseline_was_made_for(data: Path, trained, tm
     write_h5(path, {"features": features(1, channels=CHANNELS + 1)})
     result = iep_eval("--baseline", trained["cnn-lstm-sa"], "--data", other)
     assert_one_error(result, f"but the CNN+LSTM+SA is made for ({CHANNELS},)")
-
-
-def test_a_run_of_an_earlier_version_is_resumed(data: Path, trained, tmp_path: Path):
-    """Its checkpoint named the LSTM's layers otherwise, had fewer settings, and nothing frozen was null."""
-    content = load_checkpoint(trained["lstm"])
-    content["config"] |= {"freeze": None}
-    del content["config"]["baseline"]
-    network = content["networks"]["lstm"]
-    for key in ("classifier_norm", "classifier_dropout"):
-        del content["config"]["lstm"][key], network["kwargs"][key]
-    network["weights"] = {key.removeprefix("rnn."): value for key, value in network["weights"].items()}
-    del content["format"]
-    save_checkpoint(tmp_path / "old" / "step-30.pt", content)
-    shutil.copytree(trained["lstm"].parent, tmp_path / "new")
-
-    for out in ("old", "new"):
-        result = iep_train("--resume", "--out", tmp_path / out, "--data", data, "iterations=33")
-        assert result.exit_code == 0, result.output
-    old, new = (load_checkpoint(tmp_path / out / "step-33.pt")["networks"]["lstm"] for out in ("old", "new"))
-    for key, value in new["weights"].items():
-        assert torch.equal(old["weights"][key], value), key
 
 
 CNN = {"num_question_tokens": 9, "num_answers": 4, "feature_dim": 3, "feature_height": 5, "feature_width": 4}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from engine_cases import small_engine
 from tiny_data import refused
 
 from iep.config import (
@@ -18,7 +17,6 @@ from iep.config import (
     flat,
     given_settings,
     read_config,
-    saved_config,
     settings_of,
     to_dict,
     to_yaml,
@@ -105,22 +103,6 @@ CHANGED = Config(
     curriculum=((0, 4), (50, 30)),
     engine=EngineConfig(stem_widths=(), stem_norm=True, classifier_hidden=(3, 4)),
 )
-
-
-def test_settings_that_an_earlier_version_saved_are_read_as_todays():
-    """Runs of earlier versions may have settings that were dropped, other names of `calls`, and batch norm of calls."""
-    engine = {"stem": "conv", "stem_pixels": 1}
-    for former in (
-        {"replicas": [], "execution": "auto"},
-        {"execution": "grouped", "backward_weights": "forward", "engine": engine},
-    ):
-        assert saved_config({"model": "ee", **former}, "config.yaml") == Config(model="ee")
-    norm = saved_config({"model": "ee", "engine": {"module_norm": "batch"}}, "config.yaml").engine.module_norm
-    assert norm == small_engine(module_norm="batch").module_set.norm == "example"
-    with refused("config.yaml: ", "engine.stem is 'pixels', expected one of conv, none"):
-        saved_config({"engine": {"stem": "pixels", "stem_pixels": 4}}, "config.yaml")
-    with refused("config.yaml: ", "unknown key 'replicas'"):
-        saved_config({"replicas": ["stem=2"]}, "config.yaml")
 
 
 @pytest.mark.parametrize("config", [Config(), CHANGED])

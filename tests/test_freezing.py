@@ -12,7 +12,7 @@ from train_cases import iep_train
 from iep.config import MODELS, Config
 from iep.errors import InputError
 from iep.models.build import NETWORKS, build, network_kwargs
-from iep.models.checkpoint import load_checkpoint, save_checkpoint
+from iep.models.checkpoint import load_checkpoint
 from iep.training.freezing import freeze, parts_of, train_mode
 from iep.training.run_training import train
 
@@ -116,22 +116,6 @@ def test_a_frozen_lstm_drops_nothing_and_lets_gradients_through(device: str, par
 
 
 # A resumed run has frozen what it froze
-
-
-def test_a_resumed_run_of_an_earlier_version_keeps_what_it_froze(data, parts, tmp_path: Path):
-    """Its checkpoints hold one name, and no sums of metrics."""
-    train(tiny_config(data, "joint", *parts, "freeze=engine", "iterations=2"), tmp_path / "run", resume=False)
-    content = load_checkpoint(newest(tmp_path / "run"))
-    content["config"]["freeze"] = "engine"
-    del content["format"], content["sums"]
-    for path in (tmp_path / "run").glob("*.pt"):
-        path.unlink()
-    save_checkpoint(tmp_path / "run" / "step-2.pt", content)
-    before = weights(newest(tmp_path / "run"))
-    result = iep_train("--resume", "--out", tmp_path / "run", "--data", data, "iterations=3")
-    assert result.exit_code == 0, result.output
-    after = weights(newest(tmp_path / "run"))
-    assert all(torch.equal(before[key], after[key]) for key in after if key.startswith("engine."))
 
 
 def test_the_order_of_names_does_not_matter_to_a_run_that_goes_on(data, parts, tmp_path: Path):

@@ -155,7 +155,7 @@ LIKE_PLAIN_CODE = {
     "backward hooks": (
         hooked("register_full_backward_hook", lambda module, given, received: (given[0] / (1 + given[0].norm()),)),
         plain,
-        "has backward hooks",
+        None,
     ),
     "a gradient of its own": (lambda: nn.Linear(2, 2), lambda m, wrap, x, n: wrap(Twice.apply)(m(x)), "autograd"),
     "batch norm": (lambda: nn.BatchNorm1d(2), read_between, None),

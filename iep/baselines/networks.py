@@ -20,7 +20,6 @@ P = H * W positions, A answers.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,18 +68,10 @@ class LSTMBaseline(nn.Module):
         super().__init__()
         self.rnn = QuestionEncoder(num_question_tokens, embedding_dim, hidden_dim, num_layers, dropout)
         self.classifier = make_mlp(hidden_dim, classifier_dims, num_answers, classifier_norm, classifier_dropout)
-        self.register_load_state_dict_pre_hook(_rename_older)
 
     def forward(self, questions_BT: Tensor, features_NCHW: None = None, image_rows_B: None = None) -> Tensor:
         """Return the answer logits, (B, A)."""
         return self.classifier(self.rnn(questions_BT))
-
-
-def _rename_older(network: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Add the encoder's name to the weights of earlier checkpoints, in which it is missing."""
-    for name in list(weights):
-        if name.removeprefix(prefix).startswith(("embed.", "rnn.weight_", "rnn.bias_")):
-            weights[f"{prefix}rnn.{name.removeprefix(prefix)}"] = weights.pop(name)
 
 
 class CNNLSTMBaseline(nn.Module):

@@ -102,6 +102,8 @@ def kernel_of_torch(function: Callable, arguments: Nested, specs: Sequence[Spec]
     """
     if function in (functional.batch_norm, functional.instance_norm) and any(part is True for part in arguments.parts):
         return Kernel(NOW, "it changes running statistics")  # which a call on meta tensors does not show
+    if counts_indices(function, *arguments.fill([LEAF] * len(specs))):
+        return Kernel(NOW, COUNTS_INDICES)
     device = specs[0].device
     with torch.inference_mode(False):  # so that tensors count their changes in place
         leaves = [_on_meta(spec, spec.dtype.is_floating_point or spec.dtype.is_complex) for spec in specs]
@@ -125,9 +127,8 @@ def kernel_of_torch(function: Callable, arguments: Nested, specs: Sequence[Spec]
     if any(tensor._version for tensor in constants.values()):
         return Kernel(NOW, "it changes an argument that all calls share")
     outputs = [Spec(each.shape, each.dtype, device if each.is_meta else each.device) for each in tensors]
-    is_counted = counts_indices(function, *arguments.fill([LEAF] * len(specs)))
     grads = [each.requires_grad for each in tensors]
-    return kernel_of_result(function, arguments, specs, result, outputs, grads, COUNTS_INDICES if is_counted else "")
+    return kernel_of_result(function, arguments, specs, result, outputs, grads)
 
 
 def _on_meta(spec: Spec | Tensor, requires_grad: bool) -> Tensor:
@@ -142,19 +143,15 @@ def kernel_of_result(
     result: Nested,
     outputs: Sequence[Spec],
     grads: Sequence[bool],
-    why_singly: str = "",
 ) -> Kernel:
     """Return the kernel of calls on leaves with the given `specs`, whose results are known.
 
     Args:
         result, outputs, grads: the structure of the result of a call, the specs of its tensors, and whether each can
             require a gradient.
-        why_singly: the reason why the calls cannot be batched, or "".
     """
     if not outputs:
         return Kernel(NOW, "it returns no tensor")
-    if why_singly:
-        return Kernel(SINGLY, why_singly, tuple(outputs), result, tuple(grads))
     args, kwargs = arguments.fill([LEAF] * len(specs))
     how = DIRECT if is_batched(function, args, kwargs, specs) else VMAP
     return Kernel(how, "", tuple(outputs), result, tuple(grads))

@@ -172,7 +172,7 @@ class Observer(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.why_now = self.why_singly = ""
+        self.why_now = ""
         self.before: list[tuple[nn.Module, State]] = []
         """The modules that the call ran, each with its state before it ran."""
         self.modules: dict[int, nn.Module] = {}
@@ -206,7 +206,7 @@ class Observer(TorchFunctionMode):
         if name in VALUE_READERS or is_mask or (name == "where" and len(args) + len(kwargs) == 1):
             self.note(READS_VALUES)
         if counts_indices(func, args, kwargs):
-            self.why_singly = COUNTS_INDICES
+            self.note(COUNTS_INDICES)
         return func(*args, **kwargs)
 
     def changed(self) -> list[str]:
@@ -255,16 +255,14 @@ def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple
         kernel = Kernel(NOW, f"it changes {changed[0]}", changes=True)
     elif observer.why_now:
         kernel = Kernel(NOW, observer.why_now)
-    elif has_hooks(observer.modules.values(), HOOKS[:2]):
+    elif has_hooks(observer.modules.values()):
         kernel = Kernel(NOW, "it has hooks, which are called for each sample")
     elif opaque:
         kernel = Kernel(ENTERED, f"it returns a {type(opaque[0]).__name__}")
     else:
         specs = list(map(Spec.of, given))
-        if has_hooks(observer.modules.values()):
-            observer.why_singly = "it has backward hooks, which are called for each sample"
         # A result without a gradient may have been detached, or only have come from a sample without one.
         is_known = all(leaf.requires_grad for leaf in given)
         outputs, grads = [Spec.of(each) for each in tensors], [each.requires_grad or not is_known for each in tensors]
-        kernel = kernel_of_result(function, arguments, specs, result, outputs, grads, observer.why_singly)
+        kernel = kernel_of_result(function, arguments, specs, result, outputs, grads)
     return kernel, returned, observer.modules

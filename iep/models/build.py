@@ -18,7 +18,7 @@ from tqdm import tqdm
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
 from iep.batching.template import make_template
-from iep.config import MODELS, SECTIONS, Config, EngineConfig, of_today, to_dict
+from iep.config import MODELS, SECTIONS, Config, EngineConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, INITIALIZATIONS, check_choice, make_module_set
@@ -179,12 +179,8 @@ class Network:
 
 
 def with_defaults(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments of the network `name` with today's settings.
-
-    Arguments that the checkpoint of an earlier version lacks have their defaults. Former ones are dropped.
-    """
-    known = of_today({f"{name}.{key}": value for key, value in kwargs.items()})
-    return to_dict(getattr(Config, name)) | {key.removeprefix(f"{name}."): value for key, value in known.items()}
+    """Return the constructor arguments of the network `name`, with the defaults of settings that are missing."""
+    return to_dict(getattr(Config, name)) | dict(kwargs)
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> Any:

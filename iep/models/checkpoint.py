@@ -85,6 +85,8 @@ STATE: Rules = {
     "config": (_is_mapping, "settings by name"),
     "validation_due": (lambda value: type(value) is bool, "true or false"),
     "best": (_is_number, "a finite number"),
+    "best_step": (_is_count, "a number of steps"),
+    "sums": (lambda value: _is_mapping(value, _is_number), "finite numbers by name"),
     "task": (lambda value: _is_mapping(value, _is_number), "finite numbers by name"),
     "optimizer": (lambda value: _is_mapping(value) and _is_mapping(value.get("state"), _is_mapping), "its state"),
 }
@@ -113,7 +115,6 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: a key is missing, or its value is not what is expected.
     """
-    content = {"features": {}, **content}  # earlier versions did not record them
     _check(content, CONTENT)
     for name, network in content["networks"].items():
         _check(network, NETWORK, f"networks.{name}.")

@@ -229,7 +229,7 @@ def _claim(out: Path, options: Options) -> None:
     found = read_json(path, "the record of iep-synth")
     if not isinstance(found, dict) or not isinstance(found.get("rules", {}), dict):
         raise InputError(f"{path}: {found!r:.60}, expected the record of iep-synth, an object")
-    there = {"families": "clevr"} | found | found.get("rules", {})  # older records have no families
+    there = found | found.get("rules", {})
     given = record | record["rules"]
     larger = [split for split in SPLITS if isinstance(there.get(split), int) and there[split] < given[split]]
     others = [name for name in given if there.get(name) != given[name] and name not in ("rules", *larger)]

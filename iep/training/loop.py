@@ -120,9 +120,9 @@ class Trainer:
         self.step, self.validation_due = held["step"], held["validation_due"]
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, max(0, self.step - 1))  # saved with the state
         if (self.out / BEST).exists():
-            self.best, self.best_step = held["best"], held.get("best_step") or 0
+            self.best, self.best_step = held["best"], held["best_step"]
         self.task.state.update(held["task"])
-        self.sums.update(held.get("sums", {}))  # earlier versions logged the metrics of single steps
+        self.sums.update(held["sums"])
         self._saved_step = self.step
 
     def fit(
