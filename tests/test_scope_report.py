@@ -109,6 +109,12 @@ class Keeps(nn.Module):
         return x
 
 
+class Fills(nn.Module):
+    def forward(self, x, memo):
+        memo.append(x * 2)
+        return x
+
+
 class Reads(nn.Module):
     """Reads a global tensor that is made after its calls."""
 
@@ -116,17 +122,33 @@ class Reads(nn.Module):
         return x + KEPT[-1] if KEPT else x
 
 
+def toggle(layer, x):
+    result = layer(x)
+    layer.weight.requires_grad_(not layer.weight.requires_grad)
+    return result
+
+
 @pytest.mark.parametrize(
-    ("module", "message"),
+    ("module", "call", "message"),
     [
-        (Keeps(), "Keeps keeps a tensor that it computes"),
-        (Reads(), "a recorded call reads a future that is not one of"),
+        (Keeps(), Keeps.__call__, "Keeps keeps a tensor that it computes"),
+        (Reads(), Reads.__call__, "a recorded call reads a future that is not one of its arguments"),
+        (
+            Fills(),
+            lambda fills, x: fills(x, []),
+            "Fills changes a list or dict of its arguments, which cannot be recorded",
+        ),
+        (
+            nn.Linear(2, 2),
+            toggle,
+            r"a tensor of shape \(2, 2\) was given another requires_grad after a call was recorded",
+        ),
     ],
 )
-def test_what_a_call_does_outside_of_its_arguments_is_an_error_of_one_line(module, message):
+def test_what_a_call_does_besides_its_result_is_recorded_or_an_error_of_one_line(module, call, message):
     def run():
-        with scope(module, nn.Linear(2, 2)) as batch:
-            found = [module(torch.ones(2)) for _ in range(4)]
+        with scope(module) as batch:
+            found = [call(module, torch.ones(2)) for _ in range(4)]
             KEPT.append(batch.wrap(torch.tanh)(found[-1]))
 
     KEPT.clear()

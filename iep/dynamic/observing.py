@@ -22,6 +22,7 @@ from torch import Tensor, nn
 # PyTorch has no public name that tells of hooks for all modules.
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
 from iep.dynamic.future import LEAF, READERS, Future, Nested, in_place_error, names, recording_into, split
 from iep.dynamic.kernels import (
@@ -86,8 +87,8 @@ class State:
 
     facts: dict[str, Any] = field(default_factory=dict)
     """By path, such as `.cell.scale`, the type and value of a plain value, or what else is known of a value."""
-    tensors: dict[str, tuple[Tensor, int | None]] = field(default_factory=dict)
-    """By path, the tensors, and how often they had been changed in place."""
+    tensors: dict[str, tuple[Tensor, Any]] = field(default_factory=dict)
+    """By path, the tensors with their versions."""
     modules: dict[int, nn.Module] = field(default_factory=dict)
     """By `id`, the modules."""
     is_complete: bool = True
@@ -148,9 +149,12 @@ def state_of(*modules: nn.Module) -> State:
     return state
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None for a tensor of inference mode, which has no counter."""
-    return None if tensor.is_inference() else tensor._version
+def version_of(tensor: Tensor) -> tuple[int | None, bool]:
+    """Return how often a tensor was changed in place, and whether it requires a gradient.
+
+    The number is None for a tensor of inference mode, which has no counter.
+    """
+    return None if tensor.is_inference() else tensor._version, tensor.requires_grad
 
 
 def module_of(function: Any) -> nn.Module | None:
@@ -235,11 +239,12 @@ def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple
         The kernel of all calls like it, the call's result, and by `id` the modules that the call ran, and their parts.
 
     Raises:
-        ValueError: the call changes a leaf in place. Only a copy of the leaf has changed.
+        ValueError: the call changes a leaf in place, or a list or dict of its arguments. Only a copy has changed.
     """
     given = [leaf.clone() for leaf in leaves]
     versions, observer = [version_of(leaf) for leaf in given], Observer()
     args, kwargs = arguments.fill(given)
+    contents = list(tree_iter((args, kwargs)))
     before = _random_numbers()
     with recording_into(observer), observer:
         if (module := module_of(function)) is not None:
@@ -247,6 +252,9 @@ def observe(function: Any, arguments: Nested, leaves: Sequence[Tensor]) -> tuple
         returned = function(*args, **kwargs)
     if [version_of(leaf) for leaf in given] != versions:
         raise in_place_error(name_of(function))
+    if list(map(id, tree_iter((args, kwargs)))) != list(map(id, contents)):
+        what = "changes a list or dict of its arguments, which cannot be recorded: return the new values"
+        raise ValueError(f"{name_of(function)} {what}")
     result, tensors = split(returned)
     opaque = [part for part in result.parts if part is not LEAF and plain_key(part) is None]
     if _random_numbers() != before:

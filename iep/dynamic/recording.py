@@ -82,8 +82,8 @@ class Recording:
         """The addresses of the arguments of all nodes, one node after the other."""
         self.inputs: list[Tensor] = []
         self.input_columns: list[int] = []
-        self._versions: dict[int, tuple[Tensor, int | None]] = {}
-        """The tensors on which results depend, and how often they had been changed in place."""
+        self._versions: dict[int, tuple[Tensor, Any]] = {}
+        """The tensors on which results depend, with their versions."""
         self._input_addresses: dict[int, int] = {}
         self._held: set[ref] = set()
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
@@ -168,7 +168,8 @@ class Recording:
         when = "after a call was recorded and before it ran: calls run when a value is read, and at the scope's end"
         for tensor, version in self._versions.values():
             if version_of(tensor) != version:
-                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} was changed in place {when}")
+                what = "changed in place" if version[1] == tensor.requires_grad else "given another requires_grad"
+                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} was {what} {when}")
         for function, state in {op.function: op.state for op in self.ops}.items():
             module = module_of(function)
             if module is not None and (changed := state_of(module).changed_since(state)):

@@ -134,10 +134,12 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     def _enter(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call a module or function now, on futures, and record the calls that it makes."""
         function = partial(_originals[0], function) if isinstance(function, nn.Module) else function
+        # Containers are not copied, as the function may change them.
         future_for = self._recording.future_for
+        tensors = [future_for(value) if isinstance(value, Tensor | tuple) else value for value in args]
         self._num_entered += not self._by_op
         try:
-            return function(*map(future_for, args), **{name: future_for(value) for name, value in kwargs.items()})
+            return function(*tensors, **{k: future_for(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()})
         finally:
             self._num_entered -= not self._by_op
 
