@@ -131,8 +131,8 @@ def toggle(layer, x):
 @pytest.mark.parametrize(
     ("module", "call", "message"),
     [
-        (Keeps(), Keeps.__call__, "Keeps keeps a tensor that it computes"),
-        (Reads(), Reads.__call__, "a recorded call reads a future that is not one of its arguments"),
+        (Keeps(), lambda keeps, x: keeps(x), "Keeps keeps a tensor that it computes"),
+        (Reads(), lambda reads, x: reads(x), "a recorded call reads a future that is not one of its arguments"),
         (
             Fills(),
             lambda fills, x: fills(x, []),
