@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -14,7 +13,19 @@ import pytest
 import torch
 from clevr_files import write_clevr
 from features_cases import SMALL, run
-from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, arrays, features, open_train, refused, write_data, write_h5
+from tiny_data import (
+    CHANNELS,
+    GRID,
+    IMAGES,
+    TRAIN,
+    VOCAB,
+    arrays,
+    features,
+    open_train,
+    refused,
+    write_data,
+    write_h5,
+)
 
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches, training_batches
 from iep.data.features import Features
@@ -26,7 +37,7 @@ from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.program_plan import plan_programs
 from iep.execution_engine.roles import roles_of
 from iep.runtime.files import row_checksums
-from iep.vocab import NULL, Vocab
+from iep.vocab import END, NULL, START, UNK, Vocab
 
 ROLES = roles_of(VOCAB.program, make_module_set("iep", dim=1, residual=True, norm="none", scene="module"))
 plan = partial(plan_programs, program_tokens=VOCAB.program, roles=ROLES, batching="improved")
@@ -153,6 +164,42 @@ def token(name: str, row: int, value: int) -> dict[str, np.ndarray]:
     return {name: values}
 
 
+def rows_without_token(*rows: int) -> np.ndarray:
+    values = np.full((TRAIN, 5), UNK)
+    values[:, 0] = START
+    for row in rows:
+        values[row] = (START, END, NULL, NULL, NULL)
+    return values
+
+
+WAYS_ELSEWHERE = ("external link", "soft link to an external link", "virtual", "virtual without source", "external")
+
+
+def elsewhere(name: str, way: str = "external link", missing: bool = False) -> Callable[[Path], None]:
+    """Return a function that moves a dataset to another file, with the values at the same place in both files."""
+
+    def move(path: Path) -> None:
+        other = path.with_name("other.h5")
+        shutil.copy(path, other)
+        with h5py.File(path, "r+") as file:
+            held = file.pop(name)
+            shape, dtype, offset = held.shape, held.dtype, held.id.get_offset()
+            layout = h5py.VirtualLayout(shape, dtype)
+            source = other if way == "virtual" else "missing.h5"
+            layout[...] = h5py.VirtualSource(source, name, shape)
+            if way.startswith("virtual"):
+                file.create_virtual_dataset(name, layout)
+            elif way == "external":
+                file.create_dataset(name, shape, dtype, external=[(str(other), offset, held.nbytes)])
+            else:
+                file["link"] = h5py.ExternalLink(str(other), name)
+                file[name] = h5py.SoftLink("/link") if "soft" in way else file.get("link", getlink=True)
+        if missing:
+            other.unlink()
+
+    return move
+
+
 def cut(share: float) -> Callable[[Path], None]:
     return lambda path: os.truncate(path, int(share * path.stat().st_size))
 
@@ -162,48 +209,25 @@ UNREADABLE = [
     *((cut(share), NOT_WHOLE) for share in (0.0, 0.9)),
     (Path.unlink, "no such file, expected a whole HDF5 file of iep-preprocess"),
 ]
-QUESTIONS: list[tuple[dict, str]] = [
+QUESTIONS: list[tuple[dict | Callable[[Path], None], str]] = [
     ({"questions": None}, "has no dataset 'questions'"),
     ({"questions": np.zeros((TRAIN, 1), "i4")}, "questions is (39, 1) int32, expected integers (39, 2 or more)"),
     ({"programs": np.zeros((TRAIN - 1, 9), "i4")}, "programs is (38, 9) int32, expected integers (39, 2 or more)"),
     ({"answers": np.zeros(TRAIN + 1, "i4")}, "answers is (40,) int32, expected integers (39,)"),
     (token("questions", 17, 4000), "questions, row 17: index 4000 is not in the vocabulary of 45 tokens"),
-    (token("image_idxs", 3, -1), "image_idxs, row 3: is -1, expected an index from 0"),
-    ({"questions": arrays(TRAIN)["questions"] * (np.arange(TRAIN) != 4)[:, None]}, "questions, row 4: has no token"),
+    ({"image_idxs": np.full(TRAIN, -1)}, "image_idxs, row 0: is -1, expected 0 or more"),
+    ({"questions": rows_without_token(7)}, "questions, row 7: holds no token"),
+    ({"programs": rows_without_token(0, 9)}, "programs, row 0: holds no token"),
+    (elsewhere("image_idxs"), "image_idxs is stored in another file"),
+    (elsewhere("programs"), "programs is stored in another file"),
     (token("programs", 5, 27), "programs, row 5: index 27 is not in the vocabulary of 27 tokens"),
 ]
-OTHER = "expected them in this one: copy them into it"
-
-
-def elsewhere(kind: str) -> Callable[[Path], None]:
-    """Move the values of a file's features to another file, in one of the ways that HDF5 has for this."""
-
-    def change(path: Path) -> None:
-        values, other = features(0), path.with_name("other.h5")
-        write_h5(other, {"features": values})
-        with h5py.File(path, "w") as file:
-            if kind == "link":
-                file["features"] = h5py.ExternalLink(other.name, "features")
-            elif kind == "virtual":
-                layout = h5py.VirtualLayout(values.shape, values.dtype)
-                layout[:] = h5py.VirtualSource("missing.h5", "features", values.shape)
-                file.create_virtual_dataset("features", layout)
-            else:
-                file.create_dataset("features", data=values, external=[("values.bin", 0, h5py.h5f.UNLIMITED)])
-
-    return change
-
-
-FEATURES: list[tuple[Any, str]] = [
-    (elsewhere("link"), "'features' is a link to another file, expected its values in this one: copy them into it"),
-    (elsewhere("virtual"), f"'features' has its values in other files, {OTHER}"),
-    (elsewhere("external storage"), f"'features' has its values in other files, {OTHER}"),
-    (
-        {"features": np.zeros((9, 7, 7, 512), "f4")},
-        "(9, 7, 7, 512), which looks like (N, H, W, C)",
-    ),
+FEATURES: list[tuple[dict | Callable[[Path], None], str]] = [
     ({"feature": features(0)}, "has no dataset 'features'"),
     ({"features": features(0)[0]}, f"features is ({CHANNELS}, {GRID}, {GRID}) float32, expected (N, C, H, W)"),
+    *((elsewhere("features", way), "features is stored in another file") for way in WAYS_ELSEWHERE),
+    (elsewhere("features", missing=True), "has no dataset 'features'"),
+    ({"features": np.zeros((IMAGES, 7, 9, 512), "f4")}, "features is (5, 7, 9, 512), channels last"),
     ({"features": features(0), "checksums": np.zeros(2)}, "checksums is (2,) float64, expected one a row"),
     ({"features": features(0)[:3]}, "train_questions.h5 is about image 3"),
 ]
@@ -225,6 +249,13 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(damaged: Path, name: st
         write_h5(path, {key: values for key, values in datasets.items() if values is not None})
     with refused(f"{path}: ", problem):
         open_train(damaged)
+
+
+def test_the_recorded_backbone_tells_that_a_wide_map_is_channels_first(tmp_path: Path):
+    path = write_h5(tmp_path / "features.h5", {"features": np.zeros((1, 3, 4, 512), "f4")})
+    with h5py.File(path, "r+") as file:
+        file["features"].attrs["backbone"] = "wide"
+    assert Features(path).shape == (1, 3, 4, 512)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

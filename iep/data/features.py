@@ -25,10 +25,10 @@ from iep.runtime.reading import reading
 REMEDY = "iep-preprocess --verify --overwrite makes the file anew"
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
 """The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
-CHANNELS = (256, 512, 1024, 2048)
-"""The numbers of channels of a ResNet's stages, which no feature map is wide."""
 BLOCK_BYTES = 1 << 24
 """The number of bytes of the rows that `Features.verify` reads at once."""
+CHANNELS = (256, 512, 1024, 2048)
+"""The numbers of channels of ResNets' features, in files of other tools often on the last side."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 
 
@@ -43,30 +43,27 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
         yield file
 
 
+def own_dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    """Return the dataset `name`, whose values are stored in the file itself.
+
+    HDF5 reads a missing source of a virtual dataset as zeros, and any local file as external storage.
+
+    Raises:
+        InputError: there is no such dataset, or its values are stored in another file.
+    """
+    dataset = file.get(name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise InputError(f"has no dataset {name!r}, expected a file of iep-preprocess")
+    if dataset.file != file or dataset.is_virtual or dataset.external:
+        how = "a link, a virtual dataset or external storage"
+        raise InputError(f"{name} is stored in another file ({how}), expected a dataset with its values in this file")
+    return dataset
+
+
 def read_attributes(holder: h5py.File | h5py.Dataset) -> dict[str, Any]:
     """Return all attributes, with numpy's texts and numbers as Python's."""
     values = {name: value.item() if isinstance(value, np.generic) else value for name, value in holder.attrs.items()}
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
-
-
-def own_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
-    """Return a dataset of an open file, or None if there is none of this name.
-
-    Raises:
-        InputError: the dataset is a link to another file, a virtual one, or has its values in other files. HDF5 reads
-            zeros where these are missing, and any file that they name.
-    """
-    is_linked = isinstance(file.get(name, getlink=True), h5py.ExternalLink)
-    if not is_linked and name not in file:
-        return None
-    dataset: Any = None if is_linked else file[name]
-    if is_linked or dataset.file.filename != file.filename:
-        raise InputError(f"{name!r} is a link to another file, expected its values in this one: copy them into it")
-    if not isinstance(dataset, h5py.Dataset):
-        return None
-    if dataset.is_virtual or dataset.external:
-        raise InputError(f"{name!r} has its values in other files, expected them in this one: copy them into it")
-    return dataset
 
 
 class Features:
@@ -87,22 +84,14 @@ class Features:
         """Check the file.
 
         Raises:
-            InputError: the file is missing, damaged or not HDF5, or has no (N, C, H, W) floating-point `features` of
-                its own; or features that `iep-preprocess` has not made look like (N, H, W, C).
+            InputError: the file is missing, damaged or not HDF5, or has no (N, C, H, W) floating-point `features` with
+                values of its own; or features of unknown origin look like (N, H, W, C).
         """
         self.path = Path(path)
         with open_hdf5(path) as file:
             dataset = own_dataset(file, "features")
-            if dataset is None:
-                raise InputError("has no dataset 'features', expected a features file of iep-preprocess")
             if dataset.ndim != 4 or dataset.dtype.newbyteorder("=") not in FLOATS or 0 in dataset.shape[1:]:
                 raise InputError(f"features is {dataset.shape} {dataset.dtype}, expected (N, C, H, W) floats")
-            _, channels, height, width = dataset.shape
-            if width in CHANNELS and channels == height < width and "backbone" not in dataset.attrs:
-                how = "transpose(0, 3, 1, 2) makes them of (N, H, W, C)"
-                raise InputError(
-                    f"features is {dataset.shape}, which looks like (N, H, W, C), expected (N, C, H, W): {how}"
-                )
             self.shape: tuple[int, int, int, int] = dataset.shape
             self.dtype = dataset.dtype.newbyteorder("=")
             attributes = read_attributes(dataset)
@@ -110,6 +99,9 @@ class Features:
             self.images = images if isinstance(images[0], int) and isinstance(images[1], str) else None
             plain = {name: value for name, value in attributes.items() if isinstance(value, (str, int))}
             self.recipe = plain if "backbone" in attributes else {}
+            if not self.recipe and max(self.shape[1:3]) < self.shape[3] and self.shape[3] in CHANNELS:
+                what = f"features is {self.shape}, channels last, expected (N, C, H, W)"
+                raise InputError(f"{what}; store features.transpose(0, 3, 1, 2) of numpy in its place")
             self._offset = _offset_of_plain_rows(dataset)
             self._checksums_N = _read_checksums(file, len(dataset))
         # In memory that forked processes share; a length of 0 is an error of mmap.
@@ -183,7 +175,7 @@ class Features:
         """Open the file, and yield a function that reads one of the `rows` into an array."""
         if self._offset is None:
             with open_hdf5(self.path) as file:
-                dataset = file["features"]
+                dataset = own_dataset(file, "features")
                 yield lambda row, values_CHW: dataset.read_direct(values_CHW, np.s_[row])
             return
         start, size = self._offset, self.row_bytes
@@ -207,10 +199,9 @@ def _offset_of_plain_rows(dataset: h5py.Dataset) -> int | None:
 
 def _read_checksums(file: h5py.File, count: int) -> np.ndarray | None:
     """Return the (count,) checksums of the rows, or None if the file has none, as the original toolkit's files."""
-    dataset = own_dataset(file, "checksums")
-    if dataset is None:
+    if "checksums" not in file:
         return None
-    checksums_N = dataset[()]
+    checksums_N = own_dataset(file, "checksums")[()]
     if checksums_N.shape != (count,) or checksums_N.dtype != np.uint32:
         raise InputError(f"checksums is {checksums_N.shape} {checksums_N.dtype}, expected one a row")
     return checksums_N

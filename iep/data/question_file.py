@@ -20,7 +20,7 @@ from iep.data.features import REMEDY, Features, open_hdf5, own_dataset, read_att
 from iep.errors import InputError
 from iep.runtime.distributed import attempt, broadcast, world_size
 from iep.runtime.files import arrays_digest
-from iep.vocab import NULL, Vocab
+from iep.vocab import END, Vocab
 
 CONTENT_DIGEST = "content_digest"
 """The attribute of a questions file that holds the digest of its arrays."""
@@ -68,9 +68,9 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
     """Read a whole questions file and check it against the vocabulary.
 
     Raises:
-        InputError: the file is missing, damaged, not HDF5 or encoded with another vocabulary, a dataset is missing or
-            has a wrong shape or its values in another file, a token is not in `vocab`, a question has no token, or an
-            image index is negative.
+        InputError: the file is missing, damaged, not HDF5 or encoded with another vocabulary, a dataset is missing,
+            stored in another file or has a wrong shape, a token is not in `vocab`, a question or a program has no
+            token, or an image index is negative.
     """
     with open_hdf5(path) as file:
         attributes = read_attributes(file)  # the original toolkit's files have none
@@ -88,10 +88,13 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
                     f"{name}, row {bad[0][0]}: index {values[tuple(bad[0])]} is not in the vocabulary of {len(tokens)} "
                     "tokens; expected the vocab.json that was made with it"
                 )
-        for row in np.flatnonzero((arrays["questions"] == NULL).all(axis=1)):
-            raise InputError(f"questions, row {row}: has no token")
-        for row in np.flatnonzero(arrays["image_idxs"] < 0):
-            raise InputError(f"image_idxs, row {row}: is {arrays['image_idxs'][row]}, expected an index from 0")
+        for name in ("questions", "programs"):
+            last_N = arrays.get(name, np.empty((0, 2))).max(axis=1)
+            if len(empty := np.flatnonzero(last_N <= END)):
+                raise InputError(f"{name}, row {empty[0]}: holds no token, expected at least one")
+        images_N = arrays["image_idxs"]
+        if len(negative := np.flatnonzero(images_N < 0)):
+            raise InputError(f"image_idxs, row {negative[0]}: is {images_N[negative[0]]}, expected 0 or more")
     arrays.setdefault("orig_idxs", np.arange(len(arrays["questions"])))
     parts: dict[str, Any] = {name: arrays.get(name) for name in DATASETS}
     return Questions(path=Path(path), families=parts.pop("question_families"), **parts)
@@ -101,15 +104,13 @@ def _read_arrays(file: h5py.File) -> dict[str, np.ndarray]:
     """Return the datasets of a questions file that exist as int64 arrays.
 
     Raises:
-        InputError: a required dataset is missing, or a dataset has a wrong shape or type.
+        InputError: a required dataset is missing, or a dataset is stored in another file or has a wrong shape or type.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, dimensions in DATASETS.items():
-        dataset = own_dataset(file, name)
-        if dataset is None and name not in file and name not in REQUIRED:
+        if name not in file and name not in REQUIRED:
             continue
-        if dataset is None:
-            raise InputError(f"has no dataset {name!r}, expected a questions file of iep-preprocess")
+        dataset = own_dataset(file, name)
         count = len(arrays.get("questions", dataset)) if dataset.ndim else 0
         fits = dataset.ndim == dimensions and len(dataset) == count and dataset.dtype.kind in "iu"
         if not fits or dataset.shape[1:] in ((0,), (1,)):

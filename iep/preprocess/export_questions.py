@@ -132,7 +132,7 @@ def read_rows(questions: Path, images: list[Path], scenes: Path, with_trace: boo
     for position, question in enumerate(read_questions(questions, show_progress=True)):
         try:
             text, image, answer = question_text(question), image_index(question), answer_token(question.get("answer"))
-            if not 0 <= image < len(images):
+            if image >= len(images):
                 raise InputError(f"is about image {image}, but there are {len(images)} images (0 to {len(images) - 1})")
             details: dict[str, Any] = {"question_index": question_index(question, position), "image_index": image}
             if have_programs:  # all rows have the same columns, which are empty for a question without a program

@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from iep.data.features import IMAGES, IMAGES_DIGEST, Features, open_hdf5, read_attributes
+from iep.data.features import IMAGES, IMAGES_DIGEST, Features, open_hdf5, own_dataset, read_attributes
 from iep.errors import InputError
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, is_current, value_digest, write_recipe
 from iep.runtime.distributed import barrier, by_main, is_main
@@ -71,7 +71,7 @@ def is_done(path: Path, images: tuple[str, ...], recipe: Recipe, overwrite: bool
 def _recorded(path: Path) -> dict[str, Any]:
     """Return the attributes of the dataset `features`."""
     with open_hdf5(path) as hdf5:
-        return read_attributes(hdf5[_DATASET])
+        return read_attributes(own_dataset(hdf5, _DATASET))
 
 
 class FeatureRows:
@@ -85,7 +85,7 @@ class FeatureRows:
         self.done_N = done_N
         self._file, self._dtype = file, dtype
         with open_hdf5(partial) as hdf5:
-            self._offsets = [hdf5[name].id.get_offset() for name in (_DATASET, _CHECKSUMS)]
+            self._offsets = [own_dataset(hdf5, name).id.get_offset() for name in (_DATASET, _CHECKSUMS)]
 
     def write(self, first: int, rows_BCHW: np.ndarray) -> None:
         """Write rows `first` to `first` + B - 1, and then their checksums."""
@@ -126,7 +126,7 @@ def _resume(partial: Path, spec: FeaturesSpec, overwrite: bool) -> np.ndarray:
         return np.zeros(len(spec.images), dtype=bool)
     images_N = _image_checksums(spec)
     with open_hdf5(partial) as hdf5:
-        checksums_N, known_N = hdf5[_CHECKSUMS][()], hdf5[_IMAGES][()]
+        checksums_N, known_N = (own_dataset(hdf5, name)[()] for name in (_CHECKSUMS, _IMAGES))
         done_N = (checksums_N != 0) & (known_N == images_N)
         for row in tqdm(np.flatnonzero(done_N), desc=f"checking {partial.name}", unit="image", delay=1):
             done_N[row] = row_checksums(hdf5[_DATASET][row][None])[0] == checksums_N[row]
