@@ -302,7 +302,7 @@ def test_weights_begin_kaiming_normal():
     ("kwargs", "message"),
     [
         ({"modules": "film"}, "modules is 'film', expected one of iep, tbd, pooled, vector"),
-        ({"stem": "pixels", "stem_pixels": 4}, "stem is 'pixels', expected one of conv, none"),
+        ({"stem": "pixels"}, "stem is 'pixels', expected one of conv, none"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
         ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, example"),
         ({"classifier_pool": 4, "classifier_pool_rest": False}, "a pooling window of 4 leaves nothing"),

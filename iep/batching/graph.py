@@ -8,7 +8,7 @@ Shapes: B examples, L program tokens, V vocabulary, N nodes, M prefix positions 
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,22 +57,77 @@ class Graph:
         return np.unique(self.op, return_inverse=True)
 
     @cached_property
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes that are arguments of others, and the nodes that read them; readers ascend."""
+        reader, argument = np.nonzero(self.args >= self.num_inputs)
+        return self.args[reader, argument] - self.num_inputs, reader
+
+    @cached_property
+    def reads(self) -> "Links":
+        """The nodes whose results each node reads, in the order of its arguments."""
+        child, reader = self.edges
+        return Links.of(child, np.bincount(reader, minlength=self.num_nodes))
+
+    @cached_property
+    def readers(self) -> "Links":
+        """The nodes that read each node's result."""
+        child, reader = self.edges
+        return Links.of(reader[stable_order(child)], np.bincount(child, minlength=self.num_nodes))
+
+    @cached_property
     def height(self) -> np.ndarray:
         """The length of the longest path from an input to each node, less one, (N,): 0 if all arguments are inputs."""
-        node, argument = np.nonzero(self.args >= self.num_inputs)
-        child = self.args[node, argument] - self.num_inputs
-        reader, uses = node[stable_order(child)], np.bincount(child, minlength=self.num_nodes)
-        first = np.cumsum(uses) - uses  # node n's readers are reader[first[n] : first[n] + uses[n]]
-        missing = np.bincount(node, minlength=self.num_nodes)
-        height = np.zeros(self.num_nodes, dtype=np.int64)
-        ready, level = np.flatnonzero(missing == 0), 0
-        while len(ready):
-            height[ready] = level
-            count = uses[ready]
-            reached = reader[np.arange(count.sum()) + np.repeat(first[ready] - (np.cumsum(count) - count), count)]
-            np.subtract.at(missing, reached, 1)
-            ready, level = np.unique(reached[missing[reached] == 0]), level + 1
-        return height
+        child, reader = self.edges
+        return farthest(child, reader, np.zeros(self.num_nodes, dtype=np.int64))
+
+    @cached_property
+    def distance(self) -> np.ndarray:
+        """The length of the longest path from each node to one that no other node reads, (N,)."""
+        child, reader = self.edges
+        return farthest(reader[::-1], child[::-1], np.zeros(self.num_nodes, dtype=np.int64))
+
+
+class Links(NamedTuple):
+    """For each node, some other nodes: those of node n are `nodes[first[n] : first[n] + count[n]]`."""
+
+    first: np.ndarray
+    count: np.ndarray  # type: ignore[assignment]  # hides the method of tuples
+    nodes: np.ndarray
+
+    @classmethod
+    def of(cls, nodes: np.ndarray, count: np.ndarray) -> "Links":
+        """Return links to `nodes`, of which each node in turn has `count`."""
+        return cls(np.cumsum(count) - count, count, nodes)
+
+    def __call__(self, nodes: np.ndarray) -> np.ndarray:
+        """Return the nodes that several nodes have, one after the other."""
+        return self.nodes[ranges(self.first[nodes], self.count[nodes])]
+
+
+def ranges(first: np.ndarray | int, count: np.ndarray) -> np.ndarray:
+    """Return `count[n]` integers from `first[n]` for each n, one after the other."""
+    return np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+
+
+def distinct(values: np.ndarray) -> np.ndarray:
+    """Return the distinct values, ascending."""
+    values = np.sort(values)
+    return values[np.diff(values, prepend=-1) != 0]
+
+
+def farthest(source_E: np.ndarray, target_E: np.ndarray, start_N: np.ndarray) -> np.ndarray:
+    """Return the greatest length of the paths to each node, (N,), where a path from node n begins with `start_N[n]`.
+
+    The loop is one of Python, because a graph may have as many distances as nodes.
+
+    Args:
+        source_E, target_E: the edges, those to a node before those from it.
+    """
+    far = start_N.tolist()
+    for source, target in zip(source_E.tolist(), target_E.tolist(), strict=True):
+        if far[source] >= far[target]:
+            far[target] = far[source] + 1
+    return np.array(far, dtype=np.int64)
 
 
 def stable_order(keys_N: np.ndarray) -> np.ndarray:

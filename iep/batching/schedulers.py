@@ -9,16 +9,24 @@ acyclic graph whose nodes are numbered children first.
 Shapes: N nodes, A greatest number of arguments, K calls.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from iep.batching import supersequence
-from iep.batching.graph import Graph, stable_order
+from iep.batching.graph import Graph, Links, distinct, farthest, stable_order
 from iep.batching.paths import op_strings, roots
+
+MANY = 128
+"""The number of nodes from which array code is faster than a loop."""
+MOST_LETTERS, MOST_STEPS, NODES_A_STEP = 1 << 14, 32, 256
+"""The search of `lookahead` is for graphs of at most `MOST_LETTERS` ops on all paths, and of at most `MOST_STEPS` nodes
+on the longest path, or one more for each `NODES_A_STEP` nodes. Those of CLEVR's programs are such graphs."""
 
 
 class Segment(NamedTuple):
@@ -57,12 +65,7 @@ def standard(graph: Graph) -> Schedule:
     sorted_example = graph.example[by_example]
     step = np.empty(graph.num_nodes, dtype=np.int64)
     step[by_example] = np.arange(graph.num_nodes) - np.searchsorted(sorted_example, sorted_example)
-    while True:
-        step_of_slot = np.concatenate([np.full(graph.num_inputs, -1), step, [-1]])
-        ready = step_of_slot[graph.args].max(axis=1, initial=-1) + 1
-        if (ready <= step).all():
-            return pooled(step, graph.op)
-        step = np.maximum(step, ready)
+    return pooled(farthest(*graph.edges, step), graph.op)
 
 
 def improved(graph: Graph) -> Schedule:
@@ -70,14 +73,7 @@ def improved(graph: Graph) -> Schedule:
 
     With p ops and tree depth d, there are O(p * d) calls (Suarez & Zhu, section 2, "improved topological sort").
     """
-    distance, frontier = np.zeros(graph.num_nodes, dtype=np.int64), np.arange(graph.num_nodes)
-    while len(frontier):
-        slots = graph.args[frontier]
-        reached = np.zeros(graph.num_nodes, dtype=bool)
-        reached[slots[slots >= graph.num_inputs] - graph.num_inputs] = True
-        frontier = np.flatnonzero(reached)
-        distance[frontier] += 1
-    return pooled(-distance, graph.op)
+    return pooled(-graph.distance, graph.op)
 
 
 def height(graph: Graph) -> Schedule:
@@ -97,68 +93,168 @@ def agenda(graph: Graph) -> Schedule:
     node is ready when its arguments have run. Its depth is its greatest distance from the leaves. Of equal ops, the
     lowest is chosen.
     """
-    node, depth = np.arange(graph.num_nodes), graph.height
-    ops, kind = graph.kinds
-    args = graph.args.T.copy()
-    # The last entry is for -1, which is no argument.
-    has_run = np.arange(graph.num_inputs + graph.num_nodes + 1) < graph.num_inputs
-    has_run[-1] = True
-    schedule = []
-    while len(node):
-        ready = has_run[args].all(axis=0)
-        average = np.bincount(kind, depth, len(ops)) / np.maximum(np.bincount(kind, minlength=len(ops)), 1)
-        is_ready = np.bincount(kind[ready], minlength=len(ops)) > 0
-        chosen = int(np.argmin(np.where(is_ready, average, np.inf)))
-        runs = ready & (kind == chosen)
-        schedule.append(Group(int(ops[chosen]), node[runs]))
-        has_run[graph.num_inputs + node[runs]] = True
-        node, kind, depth, args = node[~runs], kind[~runs], depth[~runs], args[:, ~runs]
-    return tuple(schedule)
+    return _one_op_at_a_time(graph, graph.height, _average) or ()
 
 
 def lookahead(graph: Graph) -> Schedule:
-    """Run the fewest calls that a quick search finds: a short common supersequence of the ops along all paths.
+    """Run the fewest calls that a quick search finds, and never more than `height`, `improved` and `agenda`.
 
     The nodes of a path run one after another, so that the ops of the calls contain those of every path, in order.
     Conversely, any such sequence of ops is a schedule: every node runs in the last call of its op that is before the
-    calls of all its readers. The search finds nearly the fewest possible calls on small graphs, and about 1.25 times
-    the `lower_bound` on CLEVR's programs.
+    calls of all its readers. In a small graph of short paths, a short common supersequence of the ops along all paths
+    is therefore searched for. It has nearly the fewest possible calls if there are few nodes, and about 1.25 times the
+    `lower_bound` for CLEVR's programs. Other graphs are scheduled by `urgent`, in time proportional to their size.
     """
-    by_height = height(graph)
-    if len(by_height) == int(graph.height.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
-        return by_height
+    longest = int(graph.height.max(initial=-1)) + 1
+    if (by_height := _num_calls(graph, graph.height)) == longest:
+        return height(graph)
     _, kind = graph.kinds
-    reads = reads_of(graph)
-    strings = op_strings(kind, reads)
-    if strings is None:  # the graph has too many paths
-        return min(improved(graph), agenda(graph), key=len)
-    calls = np.array(supersequence.short_supersequence(strings))
-    return pooled(last_calls(calls, kind, reads), graph.op)
+    is_shallow = longest <= MOST_STEPS + graph.num_nodes / NODES_A_STEP
+    strings = op_strings(kind, graph.reads, min(MOST_LETTERS, 16 * graph.num_nodes)) if is_shallow else None
+    if strings is None:
+        found = urgent(graph)
+    else:
+        calls = np.array(supersequence.short_supersequence(strings))
+        found = pooled(last_calls(calls, kind, graph.reads), graph.op)
+    by_distance = _num_calls(graph, graph.distance)
+    most = min(len(found), by_height, by_distance)
+    by_agenda = _one_op_at_a_time(graph, graph.height, _average, most)
+    if by_agenda is not None:
+        return by_agenda
+    return found if len(found) == most else height(graph) if by_height == most else improved(graph)
 
 
-def last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray) -> np.ndarray:
+def urgent(graph: Graph) -> Schedule:
+    """Run all ready nodes of one op at a time, of the op that has the most of them with the longest paths to the root.
+
+    These are measured by the sum over the nodes of their squared distances from the root. An op comes first if all its
+    remaining nodes are ready, as a later call would run no more of them. This is list scheduling by the critical path
+    (Hu 1961, Parallel sequencing and assembly line problems) for calls of many nodes.
+    """
+
+    def rank(op: _Op) -> float:
+        return -math.inf if len(op.ready) == op.count else -op.ready_weight
+
+    return _one_op_at_a_time(graph, graph.distance**2, rank) or ()
+
+
+@dataclass(slots=True)
+class _Op:
+    """The nodes of an op that have not run, and the sum of their weights."""
+
+    count: int
+    weight: float
+    ready: list[int] = field(default_factory=list)
+    """The nodes whose arguments have all run."""
+    ready_weight: int = 0
+    rank: float | None = None
+    """The rank in the queue."""
+
+
+def _one_op_at_a_time(
+    graph: Graph, weight_N: np.ndarray, rank: Callable[[_Op], float], most: float = math.inf
+) -> Schedule | None:
+    """Return calls, each of which runs all ready nodes of the op with the lowest rank; of equal ops, the first.
+
+    Args:
+        rank: called for an op when nodes of it become ready.
+        most: return None if there would be so many calls or more.
+    """
+    names, op_N = graph.kinds
+    ops = [_Op(*each) for each in zip(np.bincount(op_N).tolist(), np.bincount(op_N, weight_N).tolist(), strict=True)]
+    op_of, weight_of, run = memoryview(op_N), memoryview(weight_N), _runner(graph)
+    queue, calls, nodes, ends, remaining = list[tuple[float, int]](), list[int](), list[int](), [0], len(ops)
+    found: Any = np.flatnonzero(graph.reads.count == 0)
+    while True:
+        changed = set()
+        if len(found) >= MANY:
+            found = np.asarray(found)
+            changed = set(distinct(op_N[found]).tolist())
+            for number in changed:
+                those = found[op_N[found] == number]
+                ops[number].ready += those.tolist()
+                ops[number].ready_weight += int(weight_N[those].sum())
+        else:
+            for node in found:
+                changed.add(op_of[node])
+                ops[op_of[node]].ready.append(node)
+                ops[op_of[node]].ready_weight += weight_of[node]
+        for number in changed:
+            if (new := rank(ops[number])) != ops[number].rank:
+                ops[number].rank = new
+                heappush(queue, (new, number))
+        while queue and queue[0][0] != ops[queue[0][1]].rank:
+            heappop(queue)  # it has another rank now
+        if not queue:
+            groups, order = zip(names[calls].tolist(), pairwise(ends), strict=True), np.array(nodes, dtype=np.int64)
+            return tuple([Group(name, order[start:stop]) for name, (start, stop) in groups])
+        if len(calls) + remaining >= most:
+            return None
+        _, number = heappop(queue)
+        op, runs = ops[number], sorted(ops[number].ready)
+        ops[number] = _Op(op.count - len(runs), op.weight - op.ready_weight)
+        remaining -= op.count == len(runs)
+        calls.append(number)
+        nodes += runs
+        ends.append(len(nodes))
+        found = run(runs)
+
+
+def _runner(graph: Graph) -> Callable[[list[int]], Any]:
+    """Return a function that runs nodes and returns the nodes that are then ready: an array if many nodes run."""
+    readers, missing_N = graph.readers, graph.reads.count.copy()
+    # Views give single integers about as fast as lists do.
+    first, count, reader_of = (memoryview(each) for each in readers)
+    missing = memoryview(missing_N)
+
+    def run(nodes: list[int]) -> Any:
+        if len(nodes) >= MANY:
+            reached = readers(np.array(nodes))
+            np.subtract.at(missing_N, reached, 1)
+            return distinct(reached[missing_N[reached] == 0])
+        found = []
+        for node in nodes:
+            for at in range(first[node], first[node] + count[node]):
+                reader = reader_of[at]
+                missing[reader] -= 1
+                if not missing[reader]:
+                    found.append(reader)
+        return found
+
+    return run
+
+
+def _average(op: _Op) -> float:
+    """Return the average weight of an op's remaining nodes."""
+    return op.weight / op.count
+
+
+def _num_calls(graph: Graph, pool_N: np.ndarray) -> int:
+    """Return the number of calls in which `pooled` runs pools."""
+    ops, kind_N = graph.kinds
+    return len(distinct(pool_N * len(ops) + kind_N))
+
+
+def last_calls(calls: np.ndarray, kind: np.ndarray, reads: Links) -> np.ndarray:
     """Return the last call of every node's kind before the calls of all its readers, (N,); -1 if there is none.
 
     Args:
         calls: (K,) kinds.
         kind: (N,).
-        reads: (N, A) nodes whose results each node reads, -1 elsewhere.
     """
     # Every call as one number, by kind and then by time; the first entry means no call.
     width = len(calls) + 1
     by_kind = np.concatenate([[-2], np.sort(calls * width + np.arange(len(calls)))])
     call = np.full(len(kind), -1)
-    limit = np.full(len(kind) + 1, len(calls))  # the first call of any reader; the last entry is for -1, no node
+    limit = np.full(len(kind), len(calls))  # the first call of any reader
     nodes = roots(reads)
     while len(nodes):
         own = kind[nodes] * width
         latest = by_kind[np.searchsorted(by_kind, own + limit[nodes]) - 1] - own
         call[nodes] = np.maximum(latest, -1)
-        reached = np.zeros(len(kind) + 1, dtype=bool)
-        below = reads[nodes]
-        np.minimum.at(limit, below.ravel(), np.repeat(call[nodes], below.shape[1]))
-        reached[below] = True
-        nodes = np.flatnonzero(reached[:-1])
+        below = reads(nodes)
+        np.minimum.at(limit, below, np.repeat(call[nodes], reads.count[nodes]))
+        nodes = distinct(below)
     return call
 
 
@@ -168,7 +264,7 @@ def lower_bound(graph: Graph) -> int:
     In a graph with very many paths, it is the number of ops.
     """
     ops, kind = graph.kinds
-    strings = op_strings(kind, reads_of(graph))
+    strings = op_strings(kind, graph.reads, 64 * MOST_LETTERS)
     return len(ops) if strings is None else supersequence.lower_bound(strings)
 
 
@@ -227,8 +323,3 @@ def pooled(pool: np.ndarray, op: np.ndarray) -> Schedule:
         Group(op, order[first:last])
         for op, (first, last) in zip(op[bounds[:-1]].tolist(), pairwise(bounds), strict=True)
     )
-
-
-def reads_of(graph: Graph) -> np.ndarray:
-    """Return the nodes whose results each node reads, (N, A), in the order of its arguments; -1 elsewhere."""
-    return np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)

@@ -18,11 +18,9 @@ import numpy as np
 
 WINDOW = 20
 """The number of calls that are planned anew at a time, or fewer in short solutions. The exact number matters little."""
-MOST_PLANNED, LEAST_SWEEPS, PATIENCE = 800, 4, 400
-"""The search ends when it has planned `MOST_PLANNED` calls anew and swept `LEAST_SWEEPS` times over all calls, or when
-it has planned `PATIENCE` calls without an improvement."""
-GOOD, LONGER = 1.35, 3
-"""While there are more than `GOOD` times as many calls as the lower bound, both limits are `LONGER` times as large."""
+ENOUGH, WORTH, COSTLY = 600, 30, 8192
+"""The search plans calls anew for as long as it pays: `ENOUGH` of them, and `WORTH` for each call that it has saved. In
+longer strings a call takes more time, so that one counts as two if there are `COSTLY` ops in all strings."""
 
 
 def short_supersequence(strings_PL: np.ndarray) -> list[int]:
@@ -33,19 +31,13 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
     """
     positions = _positions(strings_PL)
     fewest = lower_bound(strings_PL)
-    # The first rule is better for similar strings, such as programs; the second is better for random strings.
-    longest_first = _greedy(positions.of_op, positions.all, positions.first, True, False)
-    commonest_first = _greedy(positions.of_op, positions.all, positions.last, False, True)
-    calls = min(longest_first, commonest_first, key=len)
-    sweeps = windows = planned = stale = 0
-    while len(calls) > fewest:
-        times = LONGER if len(calls) > GOOD * fewest else 1
-        if (planned >= times * MOST_PLANNED and sweeps >= LEAST_SWEEPS) or stale >= times * PATIENCE:
-            break
-        before = len(calls)
+    calls = _greedy(positions.of_op, positions.all, positions.first, True)
+    letters, first, effort, windows = positions.all.bit_count(), len(calls), 0.0, 0
+    while len(calls) > fewest and effort < min(ENOUGH, 2 * letters) + WORTH * (first - len(calls)):
+        width = _width(calls)
         calls, more = _sweep(positions, calls, windows)
-        stale = 0 if len(calls) < before else stale + more * _width(calls)
-        sweeps, windows, planned = sweeps + 1, windows + more, planned + more * _width(calls)
+        windows += more
+        effort += more * width * (1 + letters / COSTLY)
     op = {mask: op for op, mask in enumerate(positions.of_op)}
     return [op[call] for call in _needed(positions, calls)]
 
@@ -84,12 +76,11 @@ def _positions(strings_PL: np.ndarray) -> _Positions:
     return _Positions(of_op, first, last, sum(of_op))
 
 
-def _greedy(ops: list[int], rest: int, front: int, forward: bool, most_common: bool = False) -> list[int]:
+def _greedy(ops: list[int], rest: int, front: int, forward: bool) -> list[int]:
     """Return calls, in the order of the strings, that run the positions `rest`, which are adjacent in every string.
 
     The next op is one whose remaining positions are all in front, because this call is needed and cannot run more
-    later. If there is none, it is the op in front of the longest string, or the `most_common` in front; of several, the
-    first in `ops`.
+    later. If there is none, it is the op in front of the longest string; of several, the first in `ops`.
 
     Args:
         ops: the positions of every op.
@@ -107,16 +98,12 @@ def _greedy(ops: list[int], rest: int, front: int, forward: bool, most_common: b
             if not waiting & call:
                 break
         else:
-            if most_common:
-                counts = [(front & positions).bit_count() for positions in live]
-                call = live[counts.index(max(counts))]
-            else:
-                while not front & behind[-1]:
-                    behind.pop()
-                longest = front & behind[-1]
-                for call in live:
-                    if longest & call:
-                        break
+            while not front & behind[-1]:
+                behind.pop()
+            longest = front & behind[-1]
+            for call in live:
+                if longest & call:
+                    break
         run = front & call
         rest ^= run
         front = (front ^ run) | ((run << 1 if forward else run >> 1) & rest)

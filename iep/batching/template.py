@@ -17,7 +17,7 @@ import torch
 from iep.batching.graph import Graph
 from iep.batching.paths import op_strings
 from iep.batching.plan import Argument, Call, Column, Plan, Result, make_op_group
-from iep.batching.schedulers import last_calls, reads_of
+from iep.batching.schedulers import last_calls
 from iep.batching.supersequence import short_supersequence
 
 MARGIN = 2.0
@@ -50,7 +50,7 @@ class Template:
             return None
         op_group_V, function_V = _positions(self.op_groups)
         function_N = function_V[graph.op]
-        call_N = last_calls(self.call_K, op_group_V[graph.op], reads_of(graph))
+        call_N = last_calls(self.call_K, op_group_V[graph.op], graph.reads)
         if (call_N < 0).any() or ((count_K := np.bincount(call_N, minlength=len(self.size_K))) > self.size_K).any():
             return None
         order_N = np.lexsort((function_N, call_N))  # the rows of a call are sorted by function
@@ -104,7 +104,7 @@ def make_template(graphs: Sequence[Graph], op_groups: Mapping[int, int]) -> Temp
         for number in sorted(set(op_groups.values()))
     }
     op_group_V, _ = _positions(ops_of)
-    found = [op_strings(op_group_V[graph.op], reads_of(graph)) for graph in graphs]
+    found = [op_strings(op_group_V[graph.op], graph.reads) for graph in graphs]
     strings = [each for each in found if each is not None]
     assert len(strings) == len(found), "programs are trees, which have no more paths than leaves"
     width = max(each.shape[1] for each in strings)
@@ -114,7 +114,7 @@ def make_template(graphs: Sequence[Graph], op_groups: Mapping[int, int]) -> Temp
     most_K, arity = np.zeros(len(call_K), dtype=np.int64), [1] * len(ops_of)
     for graph in graphs:
         op_group_N, arity_N = op_group_V[graph.op], (graph.args >= 0).sum(axis=1)
-        call_N = last_calls(call_K, op_group_N, reads_of(graph))
+        call_N = last_calls(call_K, op_group_N, graph.reads)
         most_K = np.maximum(most_K, np.bincount(call_N, minlength=len(call_K)))
         arity = [int(arity_N[op_group_N == number].max(initial=each)) for number, each in enumerate(arity)]
     size_K = np.ceil(most_K + MARGIN * np.sqrt(most_K) + 1).astype(np.int64)
