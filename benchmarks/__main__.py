@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure the data loader and the experiments of papers."""
+"""`python -m benchmarks`: measure the data loader, planning, and the experiments of papers."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from iep.batching.schedulers import SCHEDULERS
 from iep.bench.strategy import DEFER, SHARING
 from iep.cli import bench
 from iep.cli.bench import SIZE, SIZES, TRIPLE, choices, measured, option, phases, run, seed, threads
@@ -14,11 +15,12 @@ from iep.cli.options import PATH, CommaList, UpdateFrequency, all_of
 
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
 NETWORKS = ("tree-lstm", "tree-fc", "tagger")
+STRUCTURES = ("chains", "trees", "lattices", "dags", "programs")
 
 
 @click.group("python -m benchmarks", cls=CommandGroup)
 def main() -> None:
-    """Measure the data loader and the experiments of papers.
+    """Measure the data loader, planning, and the experiments of papers.
 
     benchmarks/README.md explains the rows and columns of the tables.
     """
@@ -76,6 +78,19 @@ add(
     seed,
     threads,
     measured(3, 600.0),
+)
+add(
+    "planning",
+    "planning",
+    "Measure schedules and plans, in milliseconds and in bytes per node; a round plans one minibatch.",
+    choices("--structure", "structures", STRUCTURES, "Structures of the samples."),
+    option("--nodes", type=SIZES, default="100,1000,10000,100000", help="Nodes of a minibatch."),
+    option("--batch-sizes", type=SIZES, default="1,64", help="Samples per minibatch."),
+    option("--functions", type=SIZES, default="1,4,20", help="Numbers of functions."),
+    choices("--scheduler", "schedulers", tuple(SCHEDULERS), "Schedulers."),
+    seed,
+    threads,
+    measured(3, 20.0),
 )
 add(
     "tree-lstm",

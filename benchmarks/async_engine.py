@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.asynchronous import Experiment
+from benchmarks.message_networks import Experiment
 from iep.batching.placement import OpPlacement
 from iep.batching.plan import Plan
 from iep.cli.bench import trusted_config

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.graphs import Deducer, PolarityRegressor, deductions, molecules
-from benchmarks.message_networks import ListReducer, SentimentTreeLSTM, list_reductions, sentiment_trees
+from benchmarks.message_networks import Experiment, ListReducer, SentimentTreeLSTM, list_reductions, sentiment_trees
 from benchmarks.virtual_clock import message_bytes, run_virtual
 from iep.asynchronous.conductor import PlanStep, Record, WorkerTask, run_threads
 from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
@@ -30,20 +30,7 @@ CALIBRATION = 100
 """The number of instances whose tasks give the costs of simulated workers."""
 LATENCY, BANDWIDTH = 1e-5, 1e10
 """The seconds of a simulated message, and the bytes per second of a simulated link."""
-Samples = Callable[[int, np.random.Generator], list]
-"""A number and a generator of random numbers -> that many samples."""
 DriverOf = Callable[[AsynchronousTrainer], Driver]
-
-
-class Experiment(NamedTuple):
-    """Samples, and a network with the attribute and methods of `MessageNetwork`."""
-
-    samples: Samples
-    network: Callable[..., nn.Module]
-    unseen: Samples | None = None
-    """Makes the samples for the score; None for `samples`."""
-    score: str = "accuracy"
-    """The name of the score; lower is better for an `error`."""
 
 
 EXPERIMENTS = {

@@ -124,6 +124,21 @@ class Position(NamedTuple):
     length: int
 
 
+Samples = Callable[[int, np.random.Generator], list]
+"""A number and a generator of random numbers -> that many samples."""
+
+
+class Experiment(NamedTuple):
+    """Samples, and a network with the attribute and methods of `MessageNetwork`."""
+
+    samples: Samples
+    network: Callable[..., nn.Module]
+    unseen: Samples | None = None
+    """Makes the samples for the score; None for `samples`."""
+    score: str = "accuracy"
+    """The name of the score; lower is better for an `error`."""
+
+
 class ListReducer(MessageNetwork):
     """An embedding of tokens, `layers` recurrent layers, each of which is a loop, and a linear layer on the last state.
 
