@@ -1,6 +1,7 @@
 """Every scheduler and the sharing of equal subtrees against their definitions, on trees and on any acyclic graph."""
 
 import heapq
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -277,6 +278,35 @@ def test_lookahead_over_op_groups_needs_about_one_call_for_each_level():
     graph = clevr_graph(64, 0, scene_is_input=True)
     calls = len(make_schedule(graph, "lookahead", op_groups_of(graph)))
     assert int(graph.height.max()) + 1 <= calls <= 23
+
+
+def chains_of(lengths: list[int], num_ops: int) -> Graph:
+    """Return chains of random ops, as of sequences of different lengths."""
+    rng, firsts = np.random.default_rng(0), np.cumsum([0, *lengths])
+    args = np.arange(firsts[-1]) + len(lengths) - 1
+    args[firsts[:-1]] = np.arange(len(lengths))
+    example = np.repeat(np.arange(len(lengths)), lengths)
+    ops = rng.integers(0, num_ops, len(args))
+    return Graph(len(lengths), ops, args[:, None], example, len(lengths) + firsts[1:] - 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ops"), [([2000, 1500], 1), ([2000, 1500], 4), ([300] * 16, 3), ([40] * 64, 20)]
+)
+def test_long_sequences_are_scheduled_in_memory_that_grows_with_their_nodes(lengths: list[int], num_ops: int):
+    graph = chains_of(lengths, num_ops)
+    tracemalloc.start()
+    schedule = make_schedule(graph, "lookahead")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert_valid(graph, schedule)
+    assert peak < 2_000 * graph.num_nodes
+    assert len(schedule) <= min(len(make_schedule(graph, name)) for name in SCHEDULERS)
+
+
+def test_the_agenda_of_a_wide_graph_is_that_of_the_definition():
+    graph = chains_of([3, 2] * 150, num_ops=3)
+    assert as_lists(make_schedule(graph, "agenda")) == naive_agenda(graph)
 
 
 def test_a_graph_of_too_many_paths_has_a_schedule_as_good_as_that_of_other_schedulers():
