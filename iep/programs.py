@@ -50,7 +50,7 @@ def arities(program_tokens: Sequence[str]) -> np.ndarray:
     return np.array([arity(token) for token in program_tokens], dtype=np.int64)
 
 
-class Call(NamedTuple):
+class ProgramCall(NamedTuple):
     """One call of a JSON program."""
 
     function: str
@@ -64,7 +64,7 @@ class Call(NamedTuple):
         return self.function if self.value is None else f"{self.function}[{self.value}]"
 
 
-def read_call(call: Any, position: int) -> Call:
+def read_call(call: Any, position: int) -> ProgramCall:
     """Return a call of a JSON program, given its position.
 
     The public question generator has other keys than the released data: `type` for the function's name, and
@@ -83,7 +83,7 @@ def read_call(call: Any, position: int) -> Call:
     value = None if values in ([], [None], [""]) else str(values[0])
     if value is None and function.startswith(WITH_VALUE):
         raise InputError(f"program call {position} ({function}) has no value, expected one in 'value_inputs'")
-    made = Call(function, value, call.get("inputs", []))
+    made = ProgramCall(function, value, call.get("inputs", []))
     inputs, count = made.inputs, arity(function)
     if not isinstance(inputs, list) or len(inputs) != count:
         raise InputError(f"program call {position} ({made.token}) has inputs {inputs!r}, expected {count}")

@@ -67,7 +67,7 @@ def test_changes_in_place_and_functions_that_need_a_computed_tensor_are_errors_o
 
 
 def seen(layer):
-    """Return a layer of which a scope has seen a call, so that it records all later ones."""
+    """Return the layer after a scope has observed its first call, so that later scopes record every call."""
     with scope(layer):
         layer(torch.ones(layer.in_features))
     return layer

@@ -50,7 +50,7 @@ LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__,
 
 
 current_recorder: ContextVar[Any] = ContextVar("current_recorder", default=None)
-"""What calls and changes of modules in this thread are reported to: a scope, the observer of a call, or None.
+"""The object that is told of calls and changes of modules in this thread: a scope, the observer of a call, or None.
 
 It has the attribute `records`, whether functions on futures are recorded, and the methods `handles(module)`, whether to
 call `call(module, args, kwargs)` in place of a module; `changes(module, name, value)`, called before a change; and

@@ -190,10 +190,6 @@ class Observer(TorchFunctionMode):
             self.modules |= state.modules
         return False
 
-    def call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Not called, because no module is handled."""
-        raise AssertionError
-
     def changes(self, changed: Any, *args: Any) -> None:
         """Ignore a change, as the states are compared after the call."""
 

@@ -314,10 +314,8 @@ class Recording:
 
     def _add_op(self, key: tuple, function: Callable, arguments: Nested, kernel: Kernel) -> None:
         state, columns = self._states[function][1], tuple(map(self._column, kernel.outputs))
-        result_of, is_opaque = (
-            _result_of(kernel.result, len(columns)),
-            not (_is_torch(function) or isinstance(function, nn.Module)),
-        )
+        result_of = _result_of(kernel.result, len(columns))
+        is_opaque = not (_is_torch(function) or isinstance(function, nn.Module))
         tensors = [tensor for tensor, _ in state.tensors.values()]
         has_grad = is_opaque or any(tensor.requires_grad for tensor in tensors)
         grad, autocast = key[2:4]

@@ -90,7 +90,7 @@ STATE: Rules = {
     "task": (lambda value: _is_mapping(value, _is_number), "finite numbers by name"),
     "optimizer": (lambda value: _is_mapping(value) and _is_mapping(value.get("state"), _is_mapping), "its state"),
 }
-"""What a checkpoint also holds to resume its run."""
+"""The keys that a checkpoint needs in addition, so that its run can be resumed."""
 TENSOR = torch.is_tensor, "a tensor"
 PARAMETER: Rules = dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), TENSOR)
 """The state of the optimiser for one parameter."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from iep.programs import Call, read_call
+from iep.programs import ProgramCall, read_call
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 
 
@@ -91,11 +91,11 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
     return lines
 
 
-def _read(program: Sequence[dict]) -> list[Call]:
+def _read(program: Sequence[dict]) -> list[ProgramCall]:
     return [read_call(call, position) for position, call in enumerate(program)]
 
 
-def _results(program: Sequence[Call], facts: Facts) -> list[Any]:
+def _results(program: Sequence[ProgramCall], facts: Facts) -> list[Any]:
     results: list = []
     for call in program:
         results.append(_call(call.function, [results[i] for i in call.inputs], call.value or "", facts))
