@@ -15,6 +15,7 @@ case ${1-} in
 esac
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # so that iep need not be installed
 OUT=${1:-runs/gpu}
 shift
 NAME=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")') || exit 1
@@ -51,7 +52,7 @@ strategies() { # all that part 2 compares
 versions() {
     "$PYTHON" -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda)'
     if [ "$DEVICE" = cuda ]; then nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv; fi
-    git log -1 --format='iep %h of %cs'
+    git log -1 --format='iep %h of %cs' 2>/dev/null || echo "iep ${COMMIT-of an unknown commit}"
 }
 
 losses() { # train by calls and by cuda_graph from the same weights on the same minibatches, and compare
@@ -65,7 +66,7 @@ losses() { # train by calls and by cuda_graph from the same weights on the same 
         rm -rf "$OUT/train-$each"
         "$PYTHON" -m iep.cli.train --config "$CONFIG" --data "$OUT/data" --out "$OUT/train-$each" device="$DEVICE" seed=0 \
             iterations=$ITERATIONS log_every=1 precision=bfloat16 execution="$each" curriculum=[] \
-            engine.module_settings.context=false || return # kernels run convolutions alone
+            engine.module_settings.context=false | grep -v ' iteration [0-9]* of' || return # kernels run convolutions alone
     done
     "$PYTHON" - "$OUT/train-calls/metrics.jsonl" "$OUT/train-$CAPTURED/metrics.jsonl" <<'END'
 import json
@@ -84,34 +85,11 @@ print("questions/s at the end:", *(f"{run[-1]['questions_per_second']:.0f}" for 
 END
 }
 
-table() { # the estimates of docs/architecture.md beside what was measured
-    "$PYTHON" - "$OUT"/*/engine.json <<'END'
-import json
-import sys
-
-ESTIMATED = {  # milliseconds of a training step on an H100
-    "vanilla": {64: 140},
-    "lookahead+sharing": {64: 15, 256: 21, 1024: 43},
-    "lookahead+sharing+bfloat16": {64: 15, 256: 18, 1024: 27},
-    "lookahead+sharing+triton+bfloat16": {64: 7, 256: 8, 1024: 18},
-    "lookahead+sharing+cuda_graph+bfloat16": {64: 3, 256: 6, 1024: 18},
-}
-print("| milliseconds a step | questions | estimated | measured |\n|---|---|---|---|")
-for name in sys.argv[1:]:
-    with open(name) as file:
-        comparisons = json.load(file)["comparisons"]
-    for case in comparisons:
-        for row in case["rows"]:
-            if "step" in (row["seconds"] or {}) and (estimate := ESTIMATED.get(row["name"], {}).get(case["size"])):
-                print(f"| {row['name']} | {case['size']} | {estimate} | {1e3 * row['seconds']['step']['median']:.1f} |")
-END
-}
-
 part() {
     case $1 in
     1)
         section versions versions
-        section tests "$PYTHON" -m pytest -m gpu -n 4 -q -p no:cacheprovider --continue-on-collection-errors
+        section tests "$PYTHON" -m pytest -m gpu -n 8 -q -p no:cacheprovider --continue-on-collection-errors
         section "64 questions" engine 64 "${SIZES%%,*}" vanilla,lookahead,lookahead+sharing,vanilla+bfloat16,lookahead+sharing+bfloat16
         ;;
     2)
@@ -128,14 +106,12 @@ part() {
     esac
 }
 
-report() { # all parts that have run, and the table, in one file
+report() { # all parts that have run, in one file
     local each file=$OUT/report.md
-    if [ "$DEVICE" = cuda ]; then file=benchmarks/results/$(date +%F)-gpu.md; fi
+    if [ "$DEVICE" = cuda ]; then file=benchmarks/results/$(date +%F)-gpu.txt; fi
     {
         echo "# $(date +%F): $NAME"
         for each in "$OUT"/part-?.md; do cat "$each"; done
-        printf '\n## estimated and measured\n\n'
-        table
     } >"$file" && echo "Wrote $file"
 }
 

@@ -169,9 +169,12 @@ DEVICE_LISTS = [
 
 
 def placed_copy(engine: ExecutionEngine, devices: tuple[str, ...], seed: int | None = None) -> ExecutionEngine:
-    """Return a copy of the engine with its parts on the devices in turn, or at random, unless there is only one."""
-    if len(devices) == 1:
-        return copy.deepcopy(engine)
+    """Return a copy of the engine with its parts on the devices in turn, or at random, or whole on the first device.
+
+    It is whole if there is only one device, or if the modules share their weights, which cannot be on several.
+    """
+    if len(devices) == 1 or engine.shared is not None:
+        return copy.deepcopy(engine).to(devices[0])
     placement = round_robin(engine.parts, devices)
     if seed is not None:
         positions = np.random.default_rng(seed).integers(0, len(devices), len(engine.parts)).tolist()

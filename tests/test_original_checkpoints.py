@@ -170,8 +170,10 @@ def test_a_baseline_with_any_options_has_the_originals_logits_and_gradients(
     path = write(tmp_path_factory.getbasetemp() / "baseline.pt", file)
     rows_B, questions_BT = OF_VAL["image_idxs"][:COUNT], OF_VAL["questions"][:COUNT]
     baseline = load_network(path, "baseline", VOCAB, torch.device(device)).module.double()
-    for part in baseline.modules():  # On a GPU, only LSTMs in training mode have a backward pass.
-        part.train(isinstance(part, nn.LSTM) and device != "cpu")
+    for part in baseline.modules():
+        part.train(isinstance(part, nn.LSTM) and device != "cpu")  # where LSTMs in evaluation have no backward pass
+        if isinstance(part, nn.LSTM):
+            part.dropout = 0.0
     found = baseline(torch.from_numpy(questions_BT).long().to(device), FEATURES_NCHW.double().to(device), rows_B)
     named = dict(baseline.named_parameters())
     for name in named:

@@ -5,6 +5,7 @@ A CUDA graph starts all kernels of a forward or backward pass at once, so that a
 addresses, where each step puts its own.
 """
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ class CapturedExecution:
     """
 
     def __init__(self, plan: Plan, modules: Mapping[int, nn.Module], inputs: Tensor):
-        self._plan, self._modules = plan.map(torch.clone), modules
+        self._plan, self._modules = plan.map(torch.clone), {op: with_own_nodes(each) for op, each in modules.items()}
         count, memory_format = plan.inputs[0].rows.stop, torch.channels_last
         self._inputs = inputs.new_zeros(count, *inputs.shape[1:]).contiguous(memory_format=memory_format)
         self._inputs[: len(inputs)].copy_(inputs.detach())
@@ -43,6 +44,8 @@ class CapturedExecution:
             each: op for op, part in modules.items() for each in part.parameters() if each.requires_grad
         }
         """The trained parameters, and the op of the function of each."""
+        self._captured = [each for part in self._modules.values() for each in part.parameters() if each.requires_grad]
+        """The same parameters in the captured modules."""
         self._result: Any = None
         self._of_result: Any = None
         """The result of a plan and its gradient, tensors from the first pass on."""
@@ -95,13 +98,21 @@ class CapturedExecution:
             self._of_result = torch.zeros_like(self._result)
 
     def _backward(self) -> None:
-        wanted = [each for each in (self._inputs, *self._parameters) if each.requires_grad]
+        wanted = [each for each in (self._inputs, *self._captured) if each.requires_grad]
         if not wanted:
             return
         found = torch.autograd.grad(self._result, wanted, self._of_result, allow_unused=True)
-        # The graph would keep the parameters' nodes alive, for which each later backward pass would wait.
-        self._result = self._result.detach()
         self._gradients = found if self._inputs.requires_grad else (None, *found)
+
+
+def with_own_nodes(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that shares all tensors, but whose parameters have nodes of their own in autograd.
+
+    The node of a parameter belongs to the stream of its first use. A captured backward pass cannot wait for another
+    stream, and every later backward pass would wait for that of the capture.
+    """
+    parameters = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in module.parameters()}
+    return copy.deepcopy(module, {**parameters, **{id(each): each for each in module.buffers()}})
 
 
 def capture(*passes: Callable[[], None]) -> list[Callable[[], None]]:

@@ -98,7 +98,7 @@ class DescribeModule(nn.Module):
         """Return the vector."""
         x_GCHW = functional.relu(self.conv1(features_GCHW * attention_G1HW))
         first_GCHW, second_GCHW = functional.relu(self.conv2(x_GCHW)).tensor_split(2, dim=1)
-        sums_GC11 = second_GCHW.sum(dim=(2, 3), keepdim=True) / CELLS
+        sums_GC11 = second_GCHW.sum(dim=(2, 3), keepdim=True, dtype=second_GCHW.dtype) / CELLS
         return torch.cat([first_GCHW.amax(dim=(2, 3), keepdim=True), sums_GC11], dim=1)
 
 
@@ -124,9 +124,12 @@ class NoDescription(nn.Module):
 
 
 def attended(values_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-    """Return the mean of values (G, C, H, W) over all positions, weighted by attentions, (G, C, 1, 1)."""
-    total_G111 = attention_G1HW.sum(dim=(2, 3), keepdim=True) + NEAR_ZERO
-    return (values_GCHW * (attention_G1HW / total_G111)).sum(dim=(2, 3), keepdim=True)
+    """Return the mean of values (G, C, H, W) over all positions, weighted by attentions, (G, C, 1, 1).
+
+    The dtypes are given because autocast would make sums float32 on a GPU, but not on a CPU.
+    """
+    total_G111 = attention_G1HW.sum(dim=(2, 3), keepdim=True, dtype=attention_G1HW.dtype) + NEAR_ZERO
+    return (values_GCHW * (attention_G1HW / total_G111)).sum(dim=(2, 3), keepdim=True, dtype=values_GCHW.dtype)
 
 
 _DESCRIBE = Role((ATTENTION,), VECTOR, reads_stem=True)
