@@ -34,7 +34,7 @@ READING_FEATURES = ("ee", "joint", "cnn-lstm", "cnn-lstm-sa")
 """Models that read features."""
 MODULES = choices.MODULES
 BATCHING = tuple(SCHEDULERS)
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16", "auto")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 EVALUATED = ("pg", "ee", "baseline")
 """The settings of an evaluation that name checkpoints."""
@@ -281,8 +281,8 @@ class Config:
     modules tbd and pooled (Mascharka et al. 2018 and their code: 2.5e-7 for minibatches of 128)."""
 
     precision: str = setting("float32", choices=PRECISIONS)
-    """The dtype in which the networks compute. Weights and the program generator always use float32; bfloat16 is faster
-    on processors that support it."""
+    """The dtype in which the networks compute. Weights and the program generator always use float32. auto is bfloat16
+    on devices with instructions for it, where it is faster, and float32 on others."""
 
     freeze: tuple[str, ...] = ()
     """The parts of the model that training does not change, by their names in `iep/training/freezing.py`."""

@@ -46,7 +46,7 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     out = tmp_path / "run"
     before, *lines, last = done.stdout.splitlines()
     memory = r"[\d.]+ MB with gradients and optimiser state"
-    assert re.fullmatch(rf"{out}: ee on cpu, \d+ threads?, [\d,]+ parameters; {memory}", before)
+    assert re.fullmatch(rf"{out}: ee in float32 on cpu, \d+ threads?, [\d,]+ parameters; {memory}", before)
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
     accuracies = ["ee before the first iteration", "ee iteration 2", "ee iteration 4"]
     assert [line.partition(": validation accuracy ")[0] for line in lines[2:]] == accuracies

@@ -32,6 +32,7 @@ from iep.data.datasets import Batch
 from iep.errors import InputError
 from iep.models.build import build, network_kwargs
 from iep.models.checkpoint import BEST, WEIGHTS, WEIGHTS_CONFIG, load_checkpoint, load_network
+from iep.runtime import devices
 from iep.runtime.records import METRICS
 from iep.training.loop import Trainer, learning_rate
 from iep.training.run_training import train
@@ -74,6 +75,38 @@ def test_weights_stay_float32_whatever_the_networks_compute_in(data: Path, tmp_p
         assert {value.dtype for value in weights(newest(tmp_path / precision), "engine").values()} == {torch.float32}
     exact, rounded = (rows(tmp_path / precision)[0]["loss"] for precision in ("float32", "bfloat16"))
     assert exact != rounded == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [
+        ("fpu avx512f avx512_bf16 sse", "bfloat16"),
+        ("amx_bf16", "bfloat16"),
+        ("fpu avx512f sse avx512_bf16_not", "float32"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_processor_has_instructions_for_it(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    flags: str,
+    precision: str,
+):
+    (tmp_path / "cpuinfo").write_text(f"model name\t: a processor\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+    for each in ("auto", precision):
+        train(tiny_config(data, "ee", f"precision={each}", "iterations=2"), tmp_path / each, resume=False)
+        assert f"{tmp_path / each}: ee in {precision} on cpu" in capsys.readouterr().out
+    assert rows(tmp_path / "auto")[0]["loss"] == rows(tmp_path / precision)[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16")]
+)
+def test_auto_is_bfloat16_on_gpus_from_compute_capability_8(monkeypatch: pytest.MonkeyPatch, capability, precision):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert devices.resolve_precision("auto", torch.device("cuda")) == precision
 
 
 # What moves and what does not

@@ -151,7 +151,8 @@ execution_options = all_of(
     click.option(
         "--precision",
         type=click.Choice(PRECISIONS),
-        help="Precision of the computation; weights and the program generator stay in float32.  "
+        help="Precision of the computation; weights and the program generator stay in float32. auto: bfloat16 on "
+        "devices with instructions for it.  "
         f"[default: {Config.precision}]",
     ),
     click.option(

@@ -28,6 +28,7 @@ from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import SCENE
+from iep.runtime.devices import resolve_precision
 from iep.runtime.distributed import is_main
 from iep.vocab import Vocab
 
@@ -310,7 +311,8 @@ def _problem(
         "defer_weight_grads is for calls, and other executions always defer": defer,
         "CUDA graphs are for training on a GPU": execution == "cuda_graph" and not (training and is_cuda),
         f"Triton's kernels run on a GPU, not on {device}": not is_cuda and os.environ.get("TRITON_INTERPRET") != "1",
-        f"Triton's kernels compute in bfloat16, and precision is {precision}": is_cuda and precision != "bfloat16",
+        f"Triton's kernels compute in bfloat16, and precision is {precision}": is_cuda
+        and resolve_precision(precision, device) != "bfloat16",
         "Triton's kernels are for modules with weights of their own": engine.shared is not None,
         "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm and context": (
             execution == "cuda_graph" and not engine.can_be_captured

@@ -1,13 +1,17 @@
 """Devices by name, the precision in which they compute, peak memory, and errors about too little memory."""
 
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from iep.errors import InputError
 from iep.runtime.distributed import local_rank, local_world_size, world_size
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -34,9 +38,25 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Return `float32` or `bfloat16`: the precision that is given, or for `auto` the faster one of a device.
+
+    That is bfloat16 on GPUs of compute capability 8.0 or higher, and on CPUs with its instructions (AVX512-BF16, AMX).
+    """
+    if precision != "auto":
+        return precision
+    return "bfloat16" if _computes_bfloat16(device) else "float32"
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and re.search(r"\b(avx512_bf16|amx_bf16)\b", CPU_INFO.read_text()) is not None
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Return a context in which networks compute in `precision`, float32 or bfloat16; weights do not change."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+    """Return a context in which networks compute in float32, bfloat16 or `auto`; weights do not change."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=resolve_precision(precision, device) == "bfloat16")
 
 
 def peak_memory(device: torch.device) -> int:

@@ -23,7 +23,7 @@ from iep.config import Config
 from iep.data.datasets import Batch
 from iep.errors import InputError
 from iep.execution_engine.parts import NONE
-from iep.runtime.devices import autocast, peak_memory
+from iep.runtime.devices import autocast, peak_memory, resolve_precision
 from iep.runtime.distributed import world_size
 from iep.runtime.signals import deferred, stop_signal
 from iep.training.loop import Trainer
@@ -184,7 +184,8 @@ class _Workers:
 
     def _instance(self, batch: Batch) -> Instance:
         plan = batch.plan
-        dtype = torch.bfloat16 if self.config.precision == "bfloat16" else batch.features.dtype
+        precision = resolve_precision(self.config.precision, batch.features.device)
+        dtype = torch.bfloat16 if precision == "bfloat16" else batch.features.dtype
         inputs = self.engine.inputs_of(batch.features, plan, dtype)
         return Instance(plan.plan, inputs, partial(self._loss, batch))
 

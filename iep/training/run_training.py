@@ -70,6 +70,7 @@ from iep.program_generator.decode import greedy
 from iep.program_generator.encoder import trim
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import program_lengths
+from iep.runtime.devices import resolve_precision
 from iep.runtime.distributed import attempt, by_main, is_main, rank, total, world_size
 from iep.runtime.files import write_bytes
 from iep.training.asynchronous import check_asynchronous, fit_asynchronously
@@ -344,8 +345,10 @@ def _describe(trainer: Trainer) -> str:
         if split is not None:
             questions = "" if config.model == "backbone" else f"{len(split.questions):,} questions about "
             splits.append(f"{questions}{len(set(split.questions.image_idxs.tolist())):,} images of {name}")
+    precision = "float32" if config.model == "pg" else resolve_precision(config.precision, trainer.device)
     return (
-        f"{trainer.out}: {config.model} on {trainer.device}, {processes}{threads} thread{'s' if threads > 1 else ''}, "
+        f"{trainer.out}: {config.model} in {precision} on {trainer.device}, "
+        f"{processes}{threads} thread{'s' if threads > 1 else ''}, "
         f"{parameters:,} parameters{f', {trained:,} of them trained' if trained != parameters else ''}; "
         f"{memory / 1e6:,.1f} MB with gradients and optimiser state\n"
         f"{config.data}: {' and '.join(splits)}\n"
