@@ -59,8 +59,8 @@ train() {
 }
 
 # side_by_side "NAME..." NAME: train models by the recipe's function train_on_data, the first ones in turn beside the last
-# one, on one thread each: small networks do not gain from a second core. If the last one fails, those beside it are
-# stopped; all resume when the script is started again.
+# one. They, and what follows, run on one thread each: small networks do not gain from a second core, and lose much if
+# other work needs it. If the last one fails, those beside it are stopped; all resume when the script is started again.
 side_by_side() {
     local log="$OUT/beside_$2.log" name others
     export OMP_NUM_THREADS=1
@@ -74,7 +74,6 @@ side_by_side() {
         exit 1
     }
     trap - EXIT
-    unset OMP_NUM_THREADS
 }
 
 # evaluate NAME DIR OPTION...: evaluate into DIR; the table has a column NAME beside those of earlier calls.
