@@ -97,6 +97,34 @@ def test_words_are_known_in_capitals(parts):
     assert first["answers"] == second["answers"]
 
 
+DOUBTED = [
+    ("exist filter_shape[cube] relate[left] unique filter_color[red] scene", "yes", "no red thing was found"),
+    (
+        "query_color unique filter_shape[cube] scene",
+        "blue",
+        "2 cubes were found where the question expects one",
+    ),
+    ("less_than count scene count scene", "yes", "the objects found in the image give the answer 'no'"),
+]
+"""Programs about `IMAGE`, their answers by the networks of the package, and what the found objects say."""
+
+
+def test_an_answer_that_the_found_objects_contradict_is_shown_with_the_reason(parts):
+    programs = [argument for program, *_ in DOUBTED for argument in ("--program", program)]
+    sure = ("--program", "exist filter_shape[cube] scene")
+    shown = answered("--image", IMAGE, *programs, *sure).split("\n\n")
+    content = [json.loads(line) for line in answered("--image", IMAGE, *programs, *sure, "--json").splitlines()]
+    for (_, answer, reason), text, found in zip(DOUBTED, shown, content, strict=False):
+        assert text.splitlines()[0].startswith(f"  {answer} ")
+        assert text.splitlines()[1] == f"  {reason}"
+        assert found["answers"][0]["answer"] == answer
+        assert found["warning"] == reason
+    assert shown[3].splitlines()[1] == "  exist"
+    assert "warning" not in content[3]
+    resnet = answered("--ee", parts[3], "--image", IMAGE, *programs, "--json")  # whose objects are not known
+    assert "warning" not in resnet
+
+
 REFUSED = [
     # Options that do not go together.
     ("--image {image} --pg {pg}", 2, "--pg needs --ee"),

@@ -53,6 +53,17 @@ def test_a_question_has_the_answer_of_the_command_with_its_program_and_a_map_of_
     assert again[2] == changed
 
 
+def test_an_answer_that_the_found_objects_contradict_has_the_reason_below_its_field(client):
+    image = gradio_client.handle_file(IMAGE)
+    about_question, about_program = client.predict(image, "Is there a cube left of the red thing?", api_name="/ask")[
+        -2:
+    ]
+    assert (about_question, about_program) == ("<p>no red thing was found</p>", "")
+    about_question, about_program = client.predict(image, "less_than count scene count scene", api_name="/run")[-2:]
+    assert about_question == ""
+    assert "the objects found in the image give the answer" in about_program
+
+
 def called(address: str, function: str, *data: object) -> str:
     """The last event of a function that is called without Gradio's client, which uploads files and names their type."""
     api = f"{address}gradio_api"

@@ -14,7 +14,7 @@ from tiny_data import assert_one_error
 from iep.backbone.network import FoundObjects
 from iep.cli.preprocess import main as preprocess_main
 from iep.data.question_file import load_vocab, open_split
-from iep.evaluation.symbolic import NO_ANSWER, execute_programs, scene_of
+from iep.evaluation.symbolic import NO_ANSWER, execute_programs, reason_to_doubt, scene_of
 from iep.preprocess.labelled_scenes import open_scenes
 from iep.synth.executor import facts_of
 from iep.synth.scenes import CAMERA, camera_at
@@ -40,8 +40,76 @@ def test_programs_on_true_objects_have_the_true_answers(data: Path):
         facts[image] = facts_of(scene_of(found, SIZE))
     answers = execute_programs(questions.programs, vocab.program, questions.image_idxs, facts)
     assert answers == [vocab.answer[index] for index in questions.answers]
-    malformed = np.array([[vocab.program_index[token] for token in ("query_color", "scene", "scene")]])
-    assert execute_programs(malformed, vocab.program, np.array([0]), facts) == [NO_ANSWER]
+    for tokens in ("query_color scene scene", "query_color filter_color[red] scene", "filter_color[red] scene"):
+        malformed = np.array([[vocab.program_index[token] for token in tokens.split()]])
+        assert execute_programs(malformed, vocab.program, np.array([0]), facts) == [NO_ANSWER]
+
+
+FACTS = facts_of(
+    {
+        "objects": [
+            {"size": "large", "color": "red", "material": "metal", "shape": "cube"},
+            {"size": "large", "color": "blue", "material": "rubber", "shape": "cube"},
+            {"size": "small", "color": "blue", "material": "rubber", "shape": "sphere"},
+        ],
+        "relationships": {"left": [[], [0], [0, 1]], "right": [[1, 2], [2], []], "front": [[]] * 3, "behind": [[]] * 3},
+    }
+)
+RED, SPHERE = "unique filter_color[red] scene", "unique filter_shape[sphere] scene"
+LONG = f"{200 * 'relate[left] unique filter_shape[cube] relate[right] unique '}filter_color[red] scene"
+EXPECTED_ONE = "were found where the question expects one"
+
+
+@pytest.mark.parametrize(
+    ("program", "answer", "reason"),
+    [
+        ("count filter_color[blue] scene", "2", ""),
+        ("count filter_color[blue] scene", "3", "the objects found in the image give the answer '2'"),
+        (f"exist relate[left] {RED}", "yes", "the objects found in the image give the answer 'no'"),
+        ("exist relate[left] unique filter_color[green] scene", "yes", "no green thing was found"),
+        ("query_color unique filter_shape[cube] filter_size[large] scene", "red", f"2 large cubes {EXPECTED_ONE}"),
+        # The first `unique` without one object is named, and each link of its phrase.
+        (
+            f"count same_size unique relate[left] unique relate[left] {RED}",
+            "0",
+            "no thing left of the red thing was found",
+        ),
+        (f"query_size unique relate[left] {SPHERE}", "large", f"2 things left of the sphere {EXPECTED_ONE}"),
+        (
+            f"query_size unique filter_shape[cube] same_color unique filter_material[metal] relate[left] {SPHERE}",
+            "large",
+            "no cube that is the same color as the metal thing left of the sphere was found",
+        ),
+        (
+            f"query_size unique same_color {RED}",
+            "large",
+            "no other thing that is the same color as the red thing was found",
+        ),
+        (
+            f"query_size unique intersect same_shape {RED} relate[front] {SPHERE}",
+            "large",
+            "no thing that is in front of the sphere and is the same shape as the red thing was found",
+        ),
+        # Sets that no question of CLEVR's names.
+        ("query_size unique union filter_color[red] scene scene", "large", f"3 such things {EXPECTED_ONE}"),
+        ("query_size unique filter_color[red] filter_color[blue] scene", "large", "no such thing was found"),
+        (f"query_size unique intersect same_shape {RED} same_size {SPHERE}", "large", "no such thing was found"),
+        (f"query_size unique filter_color[green] {LONG}", "large", "no such thing was found"),
+        # Programs that cannot be executed.
+        ("", "yes", ""),
+        ("count", "0", ""),
+        ("count filter_color[red]", "0", ""),
+        ("count scene scene", "0", ""),
+        ("query_color filter_color[red] scene", "brown", ""),
+        ("filter_color[red] scene", "yes", ""),
+        ("count <END> scene", "0", ""),
+        ("count filter_color[pink] scene", "0", ""),
+        ("count paint scene", "0", ""),
+        ("less_than query_size unique filter_color[red] scene count scene", "no", ""),
+    ],
+)
+def test_found_objects_contradict_an_answer_in_words(program: str, answer: str, reason: str):
+    assert reason_to_doubt(program.split(), FACTS, answer) == reason
 
 
 @given(st.floats(-3, 3), st.floats(-3, 3), st.floats(0, 0.7))

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from iep.cli.synth import main as synth
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
 from iep.models.checkpoint import DEFAULT_FILE, load_checkpoint, save_weights
+from iep.programs import program_tree
 from iep.vocab import Vocab
 
 QUESTION = "How many small things are there?"
@@ -238,6 +240,22 @@ def test_images_without_objects_are_answered_with_a_warning_and_those_of_ten_wit
     words = "'smal' is not in the vocabulary and is read as <UNK>; did you mean 'small'?"
     assert model.ask(ten, "How many smal things are there?").warning == words
     assert model.ask(tmp_path / "flat.png", "How many smal things are there?").warning == f"{words}\n{warning}"
+
+
+def test_an_answer_that_the_found_objects_contradict_has_a_warning_in_python_and_in_its_picture(runs, tmp_path):
+    model, question = iep.load(), "Is there a cube left of the red thing?"
+    answer, sure = model.ask(IMAGE, [question, "Is there a cube?"])
+    assert (answer.warning, sure.warning) == ("no red thing was found", "")
+    assert str(answer).splitlines()[2] == "  no red thing was found"
+    answer.draw(tmp_path / "a.svg")
+    assert "no red thing was found" in (tmp_path / "a.svg").read_text()
+    other = replace(sure, probabilities={"no": 1.0})
+    assert other.warning == "the objects found in the image give the answer 'yes'"
+    for tokens in ("exist", "count <END> filter_color[red]", "unique unique", "filter_color[red] query_size"):
+        ill_formed = replace(answer, tree=program_tree(tokens.split()))
+        assert ill_formed.warning == ""
+    unknown = iep.load(runs["ee"], pg=runs["pg"]).ask(IMAGE, program=answer.program)
+    assert (unknown.program, unknown.warning) == (answer.program, "")
 
 
 def test_networks_come_with_the_package_and_answer_unless_others_are_given():

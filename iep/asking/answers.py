@@ -5,6 +5,7 @@ Shapes: H W pixels of an image or cells of a map, C H W features, L program toke
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,11 +15,13 @@ from torch import Tensor
 from iep.backbone.network import FoundObjects
 from iep.errors import InputError, nearest
 from iep.evaluation.outcome import content_tokens
+from iep.evaluation.symbolic import reason_to_doubt, scene_of
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.execution_engine.trace import trace, unit_maps
 from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, split_program, tokens_run, tree_lines
+from iep.synth.executor import Facts, facts_of
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 if TYPE_CHECKING:
@@ -133,6 +136,13 @@ class SeenImage:
         """The warning of each answer about the image."""
         return "" if self.found is None else self.found.warning
 
+    @cached_property
+    def facts(self) -> Facts | None:
+        """The facts of the found objects; None if there are no objects to rely on."""
+        if self.found is None or self.pixels is None or self.warning:
+            return None
+        return facts_of(scene_of(self.found, self.pixels.size))
+
 
 @dataclass(frozen=True, repr=False)
 class Answer:
@@ -178,11 +188,18 @@ class Answer:
     def warning(self) -> str:
         """Reasons to doubt the answer, one a line; empty if there is none.
 
-        They are the question's unknown words, and objects that are unlike those of CLEVR's images, such as none at all,
-        if the backbone finds objects.
+        They are the question's unknown words and, if the backbone finds objects, either that these are unlike those of
+        CLEVR's images, such as none at all, or `doubt`.
         """
         about_words = () if self.words is None else self.words.warnings
-        return "\n".join([*about_words, *[self.seen.warning] * bool(self.seen.warning)])
+        return "\n".join(line for line in (*about_words, self.seen.warning, self.doubt) if line)
+
+    @cached_property
+    def doubt(self) -> str:
+        """The reason why the found objects contradict the answer; empty if they do not, or there are none."""
+        if self.tree is None or self.seen.facts is None:
+            return ""
+        return reason_to_doubt(tokens_run(self.tree), self.seen.facts, self.answer)
 
     def __repr__(self) -> str:
         asked = "" if self.question is None else f" to {self.question!r}"
@@ -193,10 +210,12 @@ class Answer:
         return self.text() + f"\n  {self.seen.warning}" * bool(self.seen.warning)
 
     def text(self, top: int = TOP) -> str:
-        """Return lines with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
+        """Return lines with the question, its unknown words, the `top` likeliest answers, `doubt`, and the program."""
         lines = [] if self.words is None else [self.words.text, *(f"  {line}" for line in self.words.warnings)]
         best, *others = (f"{name} {100 * share:.1f}%" for name, share in list(self.probabilities.items())[:top])
         lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
+        if self.doubt:
+            lines.append(f"  {self.doubt}")
         if self.tree is not None:
             lines += [f"  {line}" for line in tree_lines(self.tree, named)]
             if self.tree.ignored:
@@ -217,8 +236,8 @@ class Answer:
         if self.tree is not None and self.engine is not None:
             predicted = content_tokens(self.indices, self.engine.program_tokens)
             content |= {"program": predicted, "run": tokens_run(self.tree)}
-        if self.seen.warning:
-            content["warning"] = self.seen.warning
+        if warning := self.seen.warning or self.doubt:
+            content["warning"] = warning
         return content
 
     def draw(self, path: Path | str | None = None, saliency: str = DEFAULT_SALIENCY, top: int = TOP) -> "Figure":

@@ -81,3 +81,18 @@ def execute_programs(
         except (InputError, IllPosedError, LookupError, TypeError):  # predicted programs may be malformed in any way
             answers.append(NO_ANSWER)
     return answers
+
+
+def reason_to_doubt(tokens: Sequence[str], facts: Facts, answer: str) -> str:
+    """Return the reason why found objects contradict the answer to a program; empty if they do not.
+
+    Args:
+        tokens: the program in prefix order. One that cannot be executed contradicts no answer.
+    """
+    try:
+        expected = execute(prefix_to_json(tokens), facts)
+    except IllPosedError as error:
+        return str(error)
+    except (InputError, LookupError, TypeError):
+        return ""
+    return "" if expected == answer else f"the objects found in the image give the answer {expected!r}"

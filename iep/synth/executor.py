@@ -8,12 +8,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from iep.errors import InputError
 from iep.programs import ProgramCall, read_call
+from iep.synth.phrases import in_words
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 
 
 class IllPosedError(ValueError):
-    """The program has no answer on this scene: `unique` got no object or several."""
+    """The program has no answer on this scene: `unique` got no object or several. The message names them in words."""
+
+
+SET, OBJECT, ANSWER = "a set of objects", "one object", "an answer"
+_KINDS = {
+    **dict.fromkeys(("scene", "filter", "union", "intersect"), (SET, SET)),
+    "unique": (SET, OBJECT),
+    **dict.fromkeys(("relate", "same"), (OBJECT, SET)),
+    **dict.fromkeys(("count", "exist"), (SET, ANSWER)),
+    "query": (OBJECT, ANSWER),
+    **dict.fromkeys(("equal", "less", "greater"), (ANSWER, ANSWER)),
+}
+"""What a function reads and what it returns, by the part of its name before the first underscore."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +73,14 @@ def execute(program: Sequence[dict], facts: Facts) -> str:
 
     Raises:
         IllPosedError: `unique` got no object or several.
-        InputError: a call is malformed, as for `read_call`.
+        InputError: a call is malformed, as for `read_call`, reads a value of the wrong kind, or the last one returns no
+            answer.
         KeyError: a function is unknown.
     """
-    return spelled(_results(_read(program), facts)[-1])
+    calls = _read(program)
+    if (kind := _kinds(calls[-1])[1]) != ANSWER:
+        raise InputError(f"the program returns {kind}, expected {ANSWER}")
+    return spelled(_results(calls, facts)[-1])
 
 
 def trace(program: Sequence[dict], facts: Facts) -> list[str]:
@@ -73,15 +91,15 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
 
     Raises:
         IllPosedError: `unique` got no object or several.
-        InputError: a call is malformed, as for `read_call`.
+        InputError: a call is malformed, as for `read_call`, or reads a value of the wrong kind.
         KeyError: a function is unknown.
     """
     lines, calls = [], _read(program)
     for number, (call, result) in enumerate(zip(calls, _results(calls, facts), strict=True), start=1):
-        kind = call.function.partition("_")[0]
-        if kind == "unique":
+        _, kind = _kinds(call)
+        if kind == OBJECT:
             said = " ".join(facts.objects[result])
-        elif kind in ("scene", "filter", "relate", "same", "union", "intersect"):
+        elif kind == SET:
             named = [" ".join(each) for index, each in enumerate(facts.objects) if result >> index & 1]
             said = f"{len(named)} object{'s' * (len(named) != 1)}{': ' * bool(named)}{', '.join(named)}"
         else:
@@ -92,25 +110,30 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
 
 
 def _read(program: Sequence[dict]) -> list[ProgramCall]:
-    return [read_call(call, position) for position, call in enumerate(program)]
+    calls = [read_call(call, position) for position, call in enumerate(program)]
+    for position, call in enumerate(calls):
+        expected, _ = _kinds(call)
+        for source in call.inputs:
+            _, found = _kinds(calls[source])
+            if found != expected:
+                raise InputError(f"program call {position} ({call.token}) reads {found}, expected {expected}")
+    return calls
+
+
+def _kinds(call: ProgramCall) -> tuple[str, str]:
+    return _KINDS[call.function.partition("_")[0]]
 
 
 def _results(program: Sequence[ProgramCall], facts: Facts) -> list[Any]:
     results: list = []
     for call in program:
-        results.append(_call(call.function, [results[i] for i in call.inputs], call.value or "", facts))
+        inputs = [results[i] for i in call.inputs]
+        if call.function == "unique" and (count := inputs[0].bit_count()) != 1:
+            things = in_words(program, call.inputs[0], many=count > 1)
+            several = f"{count} {things} were found where the question expects one"
+            raise IllPosedError(several if count else f"no {things} was found")
+        results.append(_call(call.function, inputs, call.value or "", facts))
     return results
-
-
-def only(objects: int) -> int:
-    """Return the index of the one object in a set.
-
-    Raises:
-        IllPosedError: the set has no object or several.
-    """
-    if objects.bit_count() != 1:
-        raise IllPosedError(f"unique of {objects.bit_count()} objects")
-    return objects.bit_length() - 1
 
 
 def _call(name: str, inputs: list, value: str, facts: Facts) -> int | bool | str:
@@ -130,7 +153,7 @@ def _call(name: str, inputs: list, value: str, facts: Facts) -> int | bool | str
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     "scene": lambda facts: facts.everything,
-    "unique": lambda facts, objects: only(objects),
+    "unique": lambda facts, objects: objects.bit_length() - 1,
     "union": lambda facts, left, right: left | right,
     "intersect": lambda facts, left, right: left & right,
     "count": lambda facts, objects: objects.bit_count(),

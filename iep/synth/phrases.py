@@ -5,11 +5,12 @@ words are CLEVR's (Johnson et al. 2017, CLEVR, supplement B). The placeholders a
 `question_generator.py` finds phrases.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from random import Random
 
+from iep.programs import ProgramCall
 from iep.synth.world import ATTRIBUTES, VALUES
 
 Description = tuple[str | None, ...]
@@ -82,6 +83,8 @@ RELATION_WORDS = {
     "relate[front]": ("in front of",),
 }
 NOTHING: Description = (None,) * len(ATTRIBUTES)
+MOST_LINKS = 4
+"""The most links, one after the other, in a phrase that is read from a program. CLEVR's questions have up to 3."""
 
 
 def word(sentence: str, phrases: tuple[Phrase, ...], extra: Description | tuple[()], rng: Random) -> str:
@@ -89,10 +92,53 @@ def word(sentence: str, phrases: tuple[Phrase, ...], extra: Description | tuple[
     return sentence.format_map(_Words(phrases, extra or NOTHING, rng))
 
 
-class _Words(dict):
-    """Fill a placeholder when the sentence needs it, so that only used words draw random numbers."""
+def in_words(program: Sequence[ProgramCall], call: int, many: bool) -> str:
+    """Return the set of objects that a call returns in words, such as "large cubes left of the red thing".
 
-    def __init__(self, phrases: tuple[Phrase, ...], extra: Description, rng: Random) -> None:
+    A set that no phrase of CLEVR's questions names is "such things".
+    """
+    phrase = _read_phrase(program, call, MOST_LINKS)
+    if phrase is None:
+        return "such things" if many else "such thing"
+    return _Words((), NOTHING, None).named(phrase, many)
+
+
+def _read_phrase(program: Sequence[ProgramCall], call: int, most_links: int) -> Phrase | None:
+    """Return the phrase of the set that a call returns, the inverse of `Phrase.tokens`; None if there is none."""
+    values: dict[str, str | None] = {}
+    while program[call].function.startswith("filter_"):
+        attribute = program[call].function.removeprefix("filter_")
+        if attribute in values:
+            return None
+        values[attribute] = program[call].value
+        (call,) = program[call].inputs
+    description = tuple(values.get(attribute) for attribute in ATTRIBUTES)
+    base = program[call]
+    links, is_other = [], False
+    for source in {"scene": [], "intersect": base.inputs}.get(base.function, [call]):
+        link = program[source]
+        if not (most_links and link.function.startswith(("relate", "same_"))):
+            return None
+        unique = program[link.inputs[0]]
+        start = _read_phrase(program, unique.inputs[0], most_links - 1)
+        if start is None:
+            return None
+        links.append((link.token, start))
+        fits = all(own in (None, value) for own, value in zip(description, start.description, strict=True))
+        is_other = fits and base.function.startswith("same_")
+    links.sort(key=lambda link: link[0])
+    if len(links) == 2 and links[0][0].startswith("same_"):
+        return None
+    return Phrase(description, tuple(links), 0, is_other)
+
+
+class _Words(dict):
+    """Fill a placeholder when the sentence needs it, so that only used words draw random numbers.
+
+    Without random numbers, each synonym is the first one.
+    """
+
+    def __init__(self, phrases: tuple[Phrase, ...], extra: Description, rng: Random | None) -> None:
         super().__init__()
         self.phrases, self.extra, self.rng = phrases, extra, rng
 
@@ -100,7 +146,7 @@ class _Words(dict):
         return _PLACEHOLDERS[name](self)
 
     def pick(self, options: tuple[str, ...]) -> str:
-        return options[int(self.rng.random() * len(options))]
+        return options[0 if self.rng is None else int(self.rng.random() * len(options))]
 
     def noun(self, description: Description, many: bool) -> str:
         """Return adjectives and noun without article: "big red cubes"."""
