@@ -184,7 +184,7 @@ CELLS = {
     "A->B": "A-B",
     "B tuned": "B-B",
     "CLOSURE": "closure/*-predicted",
-    "true": "closure/*-true",
+    "CLOSURE true": "closure/*-true",
     **{f"{part}%": f"{part}-predicted" for part in (1, 10, 100)},
     **{f"{part}% true": f"{part}-true" for part in (1, 10, 100)},
 }
