@@ -44,7 +44,7 @@ step() {
 }
 
 # train RUN --config FILE OPTION...: train into RUN, or resume the run that is there. Settings of a network, such as
-# engine.module_dim=32, are for the steps that train it.
+# engine.module_dim=32, are for the steps that train it, and a curriculum is for questions.
 train() {
     local run=$1 setting settings=() model
     model=$(sed -n 's/^model: //p' "$3")
@@ -52,6 +52,8 @@ train() {
     for setting in "${SETTINGS[@]}"; do
         case $model:$setting in
         pg:engine.* | ee:generator.* | *lstm*:engine.* | *lstm*:generator.*) ;;
+        pg:backbone.* | ee:backbone.* | joint:backbone.* | *lstm*:backbone.*) ;;
+        backbone:engine.* | backbone:generator.* | backbone:curriculum=*) ;;
         *) settings+=("$setting") ;;
         esac
     done

@@ -154,6 +154,31 @@ def test_engines_of_synthetic_data_answer_its_questions_and_those_about_other_im
     assert len(re.findall("^overall", output, re.MULTILINE)) == 2, "one table for each split"
 
 
+def test_generalization_is_measured_in_one_table_and_only_once(recipes: Recipes, tmp_path: Path):
+    sizes = [each for each in tiny("joint", "backbone")[-9:] if not each.startswith("generator")]
+    settings = ("iterations=2", "validate_every=1", "batch_size=4", "workers=0", "curriculum=[]", *sizes)
+    variables = {"MODELS": "lstm symbolic vector", "IMAGES": 40, "VAL": 8}
+    variables["SYNTH"] = "--width 96 --height 64 --max-objects 4"
+    recipes.run("generalize.sh", tmp_path, *settings, **variables)
+    table = (tmp_path / "table.txt").read_text()
+    cells = {row[0]: row[1:] for row in (re.split(r"\s{2,}", line.strip()) for line in table.splitlines())}
+    assert [*cells] == ["A->A", "lstm", "symbolic", "vector", "programs exact"]
+    missing = {name: [number for number, cell in enumerate(row) if cell == "-"] for name, row in cells.items()}
+    tuned, true_programs = 2, [4, 8, 9, 10]
+    assert missing.pop("lstm") == true_programs
+    assert missing.pop("symbolic") == [tuned]
+    assert missing.pop("programs exact") == [tuned, *true_programs]
+    assert not any(missing.values())
+    groups = [report(path).accuracy.overall for path in (tmp_path / "eval/vector/closure").glob("*-true")]
+    assert len(groups) == len(CLOSURE_GROUPS)
+    assert cells["vector"][4] == f"{100 * sum(groups) / len(groups):.1f}"
+    assert config(tmp_path / "runs/1/vector").num_train_samples == 40 * 20 // 100
+    assert config(tmp_path / "runs/B/vector").ee == str(tmp_path / "runs/A/vector")
+    _, commands = recipes.run("generalize.sh", tmp_path, *settings, **variables)
+    assert "iep-eval" not in {command[0] for command in commands}
+    assert (tmp_path / "table.txt").read_text() == table
+
+
 def test_the_demo_compares_all_its_models(recipes: Recipes, tmp_path: Path):
     settings = [setting for setting in SMALL if not setting.startswith("max_program_length")]
     output, _ = recipes.run("demo.sh", tmp_path, *settings, SYNTH="--train 12 --val 3")
