@@ -94,7 +94,7 @@ learn_model() {
     if [ "$1" = 1 ]; then n=$((n / 3)); fi # few questions are learnt by heart by then
     short="curriculum=[[0,4],[$((n / 3)),7],[$((n / 2)),12],[$((n * 2 / 3)),40]]"
     shorter="curriculum=[[0,4],[$((n / 12)),7],[$((n / 6)),12],[$((n / 4)),40]]"
-    engine=(precision=bfloat16 iterations="$n" validate_every=$((n / 3)))
+    engine=(precision=auto iterations="$n" validate_every=$((n / 3)))
     case $2 in
     symbolic) ;; # learns nothing
     *lstm*) learn "$1" "$2" "mini/$2" ;;
@@ -111,7 +111,7 @@ fine_tune() { # NAME: train on B what was trained on A, from answers alone; the 
     case $1 in
     symbolic) ;;
     *lstm*) learn B "$1" "mini/$1" "${options[@]}" --baseline "$a/$1" ;;
-    *) learn B "$1" mini/joint "${options[@]}" precision=bfloat16 --pg "$a/pg" --ee "$a/$1" ;;
+    *) learn B "$1" mini/joint "${options[@]}" precision=auto --pg "$a/pg" --ee "$a/$1" ;;
     esac
 }
 
