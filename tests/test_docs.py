@@ -112,6 +112,49 @@ def test_the_core_by_hand_prints_what_its_page_shows(page: str, capsys: pytest.C
     assert f"```\n{capsys.readouterr().out}```" in text
 
 
+HEADLINES = [
+    (r"ends with \[([\d.]+)%\]", "2026-11-27-demo.txt", r"^overall .* ([\d.]+) +[\d.]+$"),
+    (r"most common answer of each question type\s+scores ([\d.]+)%", "2026-11-27-demo.txt", r"^overall +\d+ +([\d.]+)"),
+    (
+        r"\| full size .* training, 64 questions \| ([\d.]+)x",
+        "2026-11-23-full-size-train-64.txt",
+        r"^improved .* ([\d.]+)x",
+    ),
+    (
+        r"\| full size .* training, 64 questions .*\*\*([\d.]+)x",
+        "2026-11-23-full-size-train-64.txt",
+        r"^lookahead .* ([\d.]+)x",
+    ),
+    (r"\| full size, inference.*\*\*([\d.]+)x", "2026-11-23-full-size-inference-256.txt", r"^improved .* ([\d.]+)x"),
+    (
+        r"with sharing, in bfloat16 \| +\| ([\d.]+)x",
+        "2026-11-23-full-size-inference-256.txt",
+        r"^lookahead\+sharing\+bfloat16 .* ([\d.]+)x",
+    ),
+    (
+        r"answers ([\d,]+) questions/s one node at a",
+        "2026-11-26-gpu.txt",
+        r"^vanilla .* ([\d.]+) +[\d.]+-[\d.]+ +1.00x",
+    ),
+    (r"([\d,]+) by `lookahead`", "2026-11-26-gpu.txt", r"^lookahead  .* ([\d.]+) +[\d.]+-[\d.]+ +[\d.]+x"),
+    (
+        r"\[([\d,]+)\]\(docs/architecture.md#three-ways-to-execute\) with `cuda_graph`",
+        "2026-11-26-gpu.txt",
+        r"^lookahead\+sharing\+cuda_graph\+bfloat16 .* (\d+) ",
+    ),
+]
+"""A number in README.md, and the file of benchmarks/results/ that it comes from, with the number there."""
+
+
+@pytest.mark.parametrize(("stated", "file", "measured"), HEADLINES)
+def test_the_numbers_of_the_readme_are_those_that_were_measured(stated: str, file: str, measured: str):
+    text, results = ((ROOT / name).read_text() for name in ("README.md", f"benchmarks/results/{file}"))
+    number, expected = (
+        re.search(pattern, each, re.MULTILINE)[1] for pattern, each in ((stated, text), (measured, results))
+    )
+    assert abs(float(number.replace(",", "")) - float(expected)) <= 0.5 * 10 ** -len(number.partition(".")[2])
+
+
 def test_every_setting_has_a_meaning_on_the_page_of_settings():
     """If this fails, run python -m iep.cli.settings > docs/settings.md."""
     assert (ROOT / "docs/settings.md").read_text().rstrip() == as_markdown()

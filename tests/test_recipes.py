@@ -1,11 +1,13 @@
 """The recipes in `scripts/` run whole on small data, leave their files, and resume where they stopped."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import processes
 import pytest
 from batching_cases import assert_same
 from features_cases import SMALL as SMALL_FEATURES
@@ -181,10 +183,15 @@ def test_generalization_is_measured_in_one_table_and_only_once(recipes: Recipes,
 
 def test_the_demo_compares_all_its_models(recipes: Recipes, tmp_path: Path):
     settings = [setting for setting in SMALL if not setting.startswith("max_program_length")]
-    output, _ = recipes.run("demo.sh", tmp_path, *settings, SYNTH="--train 12 --val 3")
+    made = "--train 12 --val 3 --max-objects 4 --width 96 --height 64 --questions-per-image 20"
+    output, _ = recipes.run("demo.sh", tmp_path, *settings, SYNTH=made)
     table = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
     models = ["lstm", "cnn-lstm", "symbolic", "true programs", "end to end", "joint"]
     assert table[table.index(["questions", "most common answer", *models]) + 1][:2] == ["overall", "60"]
+    (command,) = re.findall(r"^  iep-ask ((?:.*\\\n)*.*)$", output, re.MULTILINE)
+    asked = processes.run("ask", shlex.split(command.replace("\\\n", "")))
+    assert asked.returncode == 0, asked.output
+    assert (tmp_path / "ask.png").exists(), "the command that the demo ends with"
 
 
 def test_a_backbone_is_made_from_nothing_and_exported(recipes: Recipes, tmp_path: Path):
