@@ -132,13 +132,13 @@ HEADLINES = [
         r"^lookahead\+sharing\+bfloat16 .* ([\d.]+)x",
     ),
     (
-        r"answers ([\d,]+) questions/s one node at a",
+        r"trains on ([\d,]+) questions/s",
         "2026-11-26-gpu.txt",
         r"^vanilla .* ([\d.]+) +[\d.]+-[\d.]+ +1.00x",
     ),
-    (r"([\d,]+) by `lookahead`", "2026-11-26-gpu.txt", r"^lookahead  .* ([\d.]+) +[\d.]+-[\d.]+ +[\d.]+x"),
+    (r"on ([\d,]+) by `lookahead`", "2026-11-26-gpu.txt", r"^lookahead  .* ([\d.]+) +[\d.]+-[\d.]+ +[\d.]+x"),
     (
-        r"\[([\d,]+)\]\(docs/architecture.md#three-ways-to-execute\) with `cuda_graph`",
+        r"\[([\d,]+)\]\(docs/architecture.md#three-ways-to-execute\) with\s+`cuda_graph`",
         "2026-11-26-gpu.txt",
         r"^lookahead\+sharing\+cuda_graph\+bfloat16 .* (\d+) ",
     ),
