@@ -132,7 +132,7 @@ HEADLINES = [
         r"^lookahead\+sharing\+bfloat16 .* ([\d.]+)x",
     ),
     (
-        r"trains on ([\d,]+) questions/s",
+        r"trains on ([\d,]+)\s+questions/s",
         "2026-11-26-gpu.txt",
         r"^vanilla .* ([\d.]+) +[\d.]+-[\d.]+ +1.00x",
     ),
