@@ -45,7 +45,7 @@ class CapturedExecution:
         }
         """The trained parameters, and the op of the function of each."""
         self._captured = [each for part in self._modules.values() for each in part.parameters() if each.requires_grad]
-        """The same parameters in the captured modules."""
+        """The trained parameters of the captured modules, in the order of `_parameters`."""
         self._result: Any = None
         self._of_result: Any = None
         """The result of a plan and its gradient, tensors from the first pass on."""
@@ -102,6 +102,7 @@ class CapturedExecution:
         if not wanted:
             return
         found = torch.autograd.grad(self._result, wanted, self._of_result, allow_unused=True)
+        self._result = self._result.detach()  # frees what the nodes of its graph keep
         self._gradients = found if self._inputs.requires_grad else (None, *found)
 
 

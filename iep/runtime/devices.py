@@ -4,6 +4,7 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from iep.errors import InputError
 from iep.runtime.distributed import local_rank, local_world_size, world_size
 
 CPU_INFO = Path("/proc/cpuinfo")
+"""Where Linux lists the instruction sets of the CPU."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -45,13 +47,15 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     """
     if precision != "auto":
         return precision
-    return "bfloat16" if _computes_bfloat16(device) else "float32"
+    is_cuda = device.type == "cuda"
+    is_faster = torch.cuda.get_device_capability(device) >= (8, 0) if is_cuda else _computes_bfloat16(CPU_INFO)
+    return "bfloat16" if is_faster else "float32"
 
 
-def _computes_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and re.search(r"\b(avx512_bf16|amx_bf16)\b", CPU_INFO.read_text()) is not None
+@cache
+def _computes_bfloat16(cpu_info: Path) -> bool:
+    """Return whether a CPU has instructions for bfloat16; the file is long where there are many cores."""
+    return re.search(r"\b(avx512_bf16|amx_bf16)\b", cpu_info.read_text()) is not None
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

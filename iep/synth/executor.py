@@ -27,7 +27,7 @@ _KINDS = {
     "query": (OBJECT, ANSWER),
     **dict.fromkeys(("equal", "less", "greater"), (ANSWER, ANSWER)),
 }
-"""What a function reads and what it returns, by the part of its name before the first underscore."""
+"""The kinds of value that a function reads and returns, by the part of its name before the first underscore."""
 
 
 @dataclass(frozen=True)
