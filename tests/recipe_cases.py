@@ -104,7 +104,7 @@ class Recipes:
         self._commands: list[list[str]] = []
         path = {"PATH": f"{self._bin}:{os.environ['PATH']}"}
         done = subprocess.run(
-            ["bash", SCRIPTS / script, *map(str, arguments)],
+            [SCRIPTS / script, *map(str, arguments)],
             env=os.environ | path | {name: str(value) for name, value in variables.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -116,22 +116,6 @@ HEADLINES = [
     (r"ends with \[([\d.]+)%\]", "2026-11-27-demo.txt", r"^overall .* ([\d.]+) +[\d.]+$"),
     (r"most common answer of each question type\s+scores ([\d.]+)%", "2026-11-27-demo.txt", r"^overall +\d+ +([\d.]+)"),
     (
-        r"\| full size .* training, 64 questions \| ([\d.]+)x",
-        "2026-11-23-full-size-train-64.txt",
-        r"^improved .* ([\d.]+)x",
-    ),
-    (
-        r"\| full size .* training, 64 questions .*\*\*([\d.]+)x",
-        "2026-11-23-full-size-train-64.txt",
-        r"^lookahead .* ([\d.]+)x",
-    ),
-    (r"\| full size, inference.*\*\*([\d.]+)x", "2026-11-23-full-size-inference-256.txt", r"^improved .* ([\d.]+)x"),
-    (
-        r"with sharing, in bfloat16 \| +\| ([\d.]+)x",
-        "2026-11-23-full-size-inference-256.txt",
-        r"^lookahead\+sharing\+bfloat16 .* ([\d.]+)x",
-    ),
-    (
         r"trains on ([\d,]+)\s+questions/s",
         "2026-11-26-gpu.txt",
         r"^vanilla .* ([\d.]+) +[\d.]+-[\d.]+ +1.00x",
@@ -153,6 +137,34 @@ def test_the_numbers_of_the_readme_are_those_that_were_measured(stated: str, fil
         re.search(pattern, each, re.MULTILINE)[1] for pattern, each in ((stated, text), (measured, results))
     )
     assert abs(float(number.replace(",", "")) - float(expected)) <= 0.5 * 10 ** -len(number.partition(".")[2])
+
+
+SPEEDS = {
+    "full size (128 channels, 14x14), training, 64 questions": "full-size-train-64",
+    "full size, inference, 256 questions about 26 images": "full-size-inference-256",
+    "small (16 channels, 7x7), training, 256 questions": "small-train",
+    "small, training, 1,024 questions": "small-train",
+}
+"""The rows of the README's table of speeds, and the file of benchmarks/results/ that each comes from."""
+
+
+@pytest.mark.parametrize(("row", "file"), SPEEDS.items())
+def test_the_speeds_of_the_readme_are_those_that_were_measured(row: str, file: str):
+    stated = re.search(
+        rf"^\| {re.escape(row)} \| float32 \|(.*)\n\| \| bfloat16 \|(.*)$",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    questions = row.rpartition(", ")[2].split()[0].replace(",", "")
+    results = (ROOT / f"benchmarks/results/2026-11-27-{file}.txt").read_text()
+    case = re.search(rf"^\w+, questions {questions},.*\n(?:.+\n?)+", results, re.MULTILINE)[0]
+    measured = dict(re.findall(r"^(\S+) .* ([\d.]+)x$", case, re.MULTILINE))
+    for suffix, cells in zip(("", "+bfloat16"), stated.groups(), strict=True):
+        for strategy, cell in zip(
+            ("vanilla", "improved", "lookahead", "lookahead+sharing"), cells.split("|"), strict=False
+        ):
+            if speed := cell.strip(" *x"):
+                assert float(f"{float(measured[strategy + suffix]):.3g}") == float(speed)
 
 
 def test_every_setting_has_a_meaning_on_the_page_of_settings():
