@@ -1,7 +1,7 @@
 # `make demo` runs the main job on a small data set of its own; `make check` is what CI runs; `make soak` kills every job a
 # hundred times and watches the memory of a long run (half an hour; SOAK='--out FILE' keeps the table). These make .venv
 # first. `make gpu` runs and measures what needs a GPU, and writes a report (scripts/gpu.sh). `make lines` counts the
-# lines of every folder, beside its aim.
+# tokens and lines of every folder.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -32,19 +32,8 @@ test: .venv/installed
 gpu: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/gpu.sh $(GPU)
 
-# The most lines that each folder should have.
-AIMS := asking:900 asynchronous:950 backbone:300 baselines:300 batching:2500 bench:500 cli:1700 data:900 dynamic:1500 \
-	evaluation:2300 execution_engine:1800 models:700 preprocess:1800 program_generator:300 runtime:600 synth:2300 \
-	training:1200
-
-lines:  # of every folder: a change that adds capability and removes lines is the best kind
-	@count() { find "$$@" -name '*.py' -o -name '*.js' -o -name '*.css' -o -name '*.sh' | xargs cat | wc -l; }; \
-	row() { printf '%-24s %6d of %6d\n' "$$1" "$$2" "$$3"; }; \
-	for each in $(AIMS); do row iep/$${each%:*} "$$(count iep/$${each%:*})" $${each#*:}; done; \
-	row 'iep/*.py' "$$(cat iep/*.py | wc -l)" 950; \
-	row 'iep, all of it' "$$(count iep)" 21500; \
-	row benchmarks "$$(count benchmarks)" 2600; \
-	row tests "$$(count tests)" 15500
+lines:  # a change that adds capability and removes tokens is the best kind
+	@$(PYTHON) scripts/count_tokens.py iep benchmarks tests
 
 soak: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py $(SOAK)
