@@ -22,7 +22,8 @@ from iep.data.datasets import Batch, ClevrDataset
 from iep.data.question_file import load_vocab, open_split
 from iep.execution_engine.parts import BALANCED, Placement, Sample, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.models.build import build, network_kwargs
+from iep.models.network import Network
+from iep.vocab import Vocab
 
 SCORED = 256
 """The number of questions that are scored at a time."""
@@ -54,17 +55,17 @@ def engine_experiment(data: Path, config: Path, settings: Sequence[str]) -> Expe
         return [Question(split, each) for each in rng.permutation(len(split))[:number].tolist()]
 
     known, unseen = map(dataset, (config.train_split, config.val_split))
-    kwargs = network_kwargs("engine", config.engine, vocab, known.features.shape[1:])
-    network = partial(EngineNetwork, kwargs, config, known)
+    network = partial(EngineNetwork, vocab, config, known)
     return Experiment(partial(samples, known), network, partial(samples, unseen))
 
 
 class EngineNetwork(nn.Module):
     """An engine whose stem, modules and classifier are the ops."""
 
-    def __init__(self, kwargs: dict, config: Config, known: ClevrDataset):
+    def __init__(self, vocab: Vocab, config: Config, known: ClevrDataset):
         super().__init__()
-        self.config, self.known, self.engine = config, known, build("engine", kwargs)
+        self.config, self.known = config, known
+        self.engine = Network.new("engine", config.engine, vocab, known.features.shape[1:]).module
         names = self.engine.ops
         self.op_names = [names.get(op, "") for op in range(1 + max(names))]
         # Tokens without a module have a place that is never used.

@@ -1,4 +1,4 @@
-"""All settings of training and evaluation with their defaults, in frozen dataclasses.
+"""All settings of training with their defaults, in frozen dataclasses.
 
 This file turns a YAML file, which overrides the defaults, and `key=value` strings, which override YAML, into a checked
 `Config`. An unknown key, a value of the wrong type or out of range, and a setting that the model does not use are each
@@ -36,12 +36,6 @@ MODULES = choices.MODULES
 BATCHING = tuple(SCHEDULERS)
 PRECISIONS = ("float32", "bfloat16", "auto")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
-EVALUATED = ("pg", "ee", "baseline")
-"""The settings of an evaluation that name checkpoints."""
-SYMBOLIC = "symbolic"
-"""The execution engine that executes programs on the objects that a backbone finds, in place of a checkpoint."""
-SCORED = {"answers", "questions", "data", "split", "families", "skip_samples", "num_samples"}
-"""The settings of an evaluation of a file of answers."""
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
@@ -329,49 +323,6 @@ class Config:
     def peak_learning_rate(self) -> float:
         """The given learning rate, or the published one of the model."""
         return LEARNING_RATES[self.model] if self.learning_rate is None else self.learning_rate
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """All settings of an evaluation; `pg`, `ee` and `baseline` are checkpoints or run directories."""
-
-    data: Any = None
-    """The directory that `iep-preprocess` wrote, a `Path`; None only with `questions`."""
-    split: str = "val"
-    answers: Path | None = None
-    """A file with the answers of any model, in place of networks."""
-    questions: Path | None = None
-    """A question file in CLEVR's format that is answered, in place of `data`."""
-    pg: Path | None = None
-    ee: Path | None = None
-    baseline: Path | None = None
-    modules: str | None = None
-    """The class of another package that the engine's set of modules is; None for a set of this package."""
-    backbone: str = "default"
-    """The backbone of the engine `symbolic`, as `iep.preprocess.backbones.Scenes` names it."""
-    images: Path | None = None
-    """A directory in CLEVR's layout with the images of the split, for the report and for the engine `symbolic`."""
-    programs: str | None = None
-    """`predicted`, `ground-truth`, or None for predicted programs if there is a `pg`."""
-    batching: str = Config.batching
-    sharing: bool | None = Config.sharing
-    execution: str = Config.execution
-    beam_size: int = 1
-    max_program_length: int | None = None
-    """None for what the checkpoint stores."""
-    precision: str = Config.precision
-    batch_size: int = 256
-    families: str | None = setting(None, models=ANSWERING)
-    """The question families to evaluate on, as in `Config`."""
-    skip_samples: int = 0
-    """The number of questions of these families to skip at the start."""
-    num_samples: int | None = None
-    """The number of questions to evaluate on, from the first that is not skipped."""
-    workers: int = Config.workers
-    features_in_memory: bool = Config.features_in_memory
-    device: str = Config.device
-    placement: str = Config.placement
-    devices: tuple[str, ...] = Config.devices
 
 
 def read_config(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import accumulate, product
 from pathlib import Path
 
@@ -23,10 +24,12 @@ import torch
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
+from iep.config import EngineConfig
+
 try:
-    from iep.models.build import build
-except ModuleNotFoundError:  # a checkout from before iep/models
-    from iep.networks import build
+    from iep.execution_engine.assembly import make_engine
+except ModuleNotFoundError:  # an earlier checkout
+    from iep.models.build import make_engine
 
 FULL = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14, "module_dim": 128, "stem_widths": (128,)}
 SMALL = {"feature_dim": 16, "feature_height": 7, "feature_width": 7, "module_dim": 16, "stem_widths": (16,)}
@@ -187,7 +190,7 @@ class Steps:
         def make() -> object:
             torch.manual_seed(0)
             tokens = [str(each) for each in self._data()["tokens"]]
-            engine = build("engine", {"program_tokens": tokens, "num_answers": 28} | ENGINES[size])
+            engine = make_engine(tokens, 28, **{**asdict(EngineConfig()), **ENGINES[size]})
             return engine.to(memory_format=torch.channels_last)
 
         return self._once(size, make)

@@ -15,8 +15,10 @@ from iep.bench.measure_engine import Step
 from iep.bench.strategy import parse_strategies
 from iep.bench.workload import generated
 from iep.config import read_config
+from iep.execution_engine.assembly import fit_template
 from iep.execution_engine.parts import Sample
-from iep.models.build import build, fit_template, network_kwargs, place
+from iep.models.network import Network
+from iep.runtime.devices import place
 
 PEAKS = {"H100": (494.7e12, 989.4e12), "H200": (494.7e12, 989.4e12), "A100": (156e12, 312e12)}
 """Dense TF32 and bfloat16 FLOP/s of the SXM variants, from NVIDIA's data sheets."""
@@ -40,9 +42,7 @@ def main() -> None:
     for size in map(int, given.batch_sizes.split(",")):
         workload = generated(size, 1, tuple(given.feature_shape), size, 0)
         config = read_config(None, given.settings).engine
-        engine = place(
-            build("engine", network_kwargs("engine", config, workload.vocab, tuple(given.feature_shape))), device
-        )
+        engine = place(Network.new("engine", config, workload.vocab, given.feature_shape).module, device)
         minibatch = workload.minibatch(0, size, device)
         if device.type == "cuda":
             fit_template(engine, Sample(workload.programs_QL, workload.image_idxs_Q, ""), size, sharing=True)

@@ -18,10 +18,10 @@ python - "$OUT" <<'END'
 import sys
 from pathlib import Path
 
-from iep.models.checkpoint import load_checkpoint, save_weights
+from iep.models.checkpoint import read_checkpoint, write_weights
 
 out = Path(sys.argv[1])
-save_weights(out, load_checkpoint(out / "run"), half=True)
+write_weights(out, read_checkpoint(out / "run"), half=True)
 END
 mv "$OUT/best.safetensors" "$OUT/synth.safetensors"
 rm "$OUT/config.json"

@@ -5,12 +5,11 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 from features_cases import SMALL
-from tiny_data import tiny
+from tiny_data import content, save_content, tiny
 
 from iep.cli.ask import main
 from iep.cli.preprocess import main as preprocess
 from iep.cli.train import main as train
-from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 IMAGE = SAMPLE / "images" / "val" / "CLEVR_val_000002.png"
@@ -56,8 +55,8 @@ def answers_of(output: str) -> list[str]:
     return [line.split()[0] for line in lines]
 
 
-def changed(run: Path, out: Path, **content: object) -> Path:
+def changed(run: Path, out: Path, **others: object) -> Path:
     """A run's checkpoint with other content; what is None is left out."""
-    checkpoint = {key: value for key, value in load_checkpoint(run).items() if key != "format"} | content
-    save_checkpoint(out, {key: value for key, value in checkpoint.items() if value is not None})
+    held = content(run) | others
+    save_content(out, {key: value for key, value in held.items() if value is not None})
     return out

@@ -9,13 +9,14 @@ import pytest
 import torch
 from batching_cases import matrix, token_matrices
 from device_cases import ONE_GPU, TWO_GPUS
+from tiny_data import build
 from torch import nn
 
+from iep.execution_engine.assembly import place_parts
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import Placement, round_robin
 from iep.execution_engine.roles import ATTENTION, MAP, Role
 from iep.execution_engine.tbd import AttentionModules
-from iep.models.build import build, place_parts
 from iep.programs import arity
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, index_tokens
 

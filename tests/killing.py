@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from features_cases import SMALL
 from processes import Ended, run
+from tiny_data import content
 
 from iep.errors import InputError
-from iep.models.checkpoint import BEST, checkpoints, load_checkpoint, step_checkpoints
+from iep.models.checkpoint import BEST, checkpoints, read_checkpoint, step_checkpoints
 from iep.runtime.records import METRICS
 
 MEASURED = ("questions_per_second", "peak_memory_gb")
@@ -109,8 +110,8 @@ def run_parts(out: Path) -> dict[str, Any]:
     """Return digests of a run's last and best checkpoint, and its rows of metrics but for what is measured."""
     rows = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
     return {
-        "last": digest(load_checkpoint(step_checkpoints(out)[0])),
-        BEST: digest(load_checkpoint(out / BEST)),
+        "last": digest(content(step_checkpoints(out)[0])),
+        BEST: digest(content(out / BEST)),
         METRICS: [{name: value for name, value in row.items() if name not in MEASURED} for row in rows],
         "config.yaml": (out / "config.yaml").read_bytes(),
     }
@@ -119,7 +120,7 @@ def run_parts(out: Path) -> dict[str, Any]:
 def whole_checkpoints(out: Path) -> dict[str, Any]:
     """Return nothing to compare; raises InputError where a checkpoint is damaged."""
     for path in checkpoints(out):
-        load_checkpoint(path)
+        read_checkpoint(path)
     return {}
 
 

@@ -11,10 +11,11 @@ from evaluate_cases import iep_eval
 from tiny_data import TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, tiny, write_data, write_h5
 from train_cases import iep_train, weights
 
+from iep.config import GeneratorConfig
 from iep.errors import InputError
-from iep.models.build import NEW_WORDS_STD, Network, add_words, build
-from iep.models.checkpoint import check_vocab, load_checkpoint, load_network, unpack
-from iep.vocab import count_new_words
+from iep.models.checkpoint import Checkpoint, read_checkpoint
+from iep.models.network import NEW_WORDS_STD, Network, Packed
+from iep.vocab import Vocab, count_new_words
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 )
 def test_a_checkpoint_of_another_model_is_named(runs: dict[str, Path], model: str, name: str, problem: str):
     with pytest.raises(InputError) as caught:
-        load_network(runs[model], name, VOCAB, CPU)
+        read_checkpoint(runs[model]).network(name)
     assert str(caught.value).startswith(f"{runs[model]}: ")
     assert problem in str(caught.value)
 
@@ -51,10 +52,11 @@ def test_a_checkpoint_of_another_model_is_named(runs: dict[str, Path], model: st
 def test_arguments_that_make_no_network_of_the_weights_are_named(
     runs: dict[str, Path], recwarn: pytest.WarningsRecorder, model: str, name: str, key: str, value: Any, problem: str
 ):
-    held = load_checkpoint(runs[model])
-    held["networks"][name]["kwargs"][key] = value
+    held = read_checkpoint(runs[model])
+    packed = held.networks[name]
+    changed = Packed({**packed.settings, key: value}, packed.weights)
     with pytest.raises(InputError, match=f"^run: {problem}") as caught:
-        unpack(held, name, "run")
+        Checkpoint(Path("run"), {name: changed}, held.vocab, held.recipe).network(name)
     assert "\n" not in str(caught.value)
     assert not recwarn.list
 
@@ -73,7 +75,7 @@ def test_a_vocabulary_matters_to_the_networks_that_use_it(name: str, kind: str):
     tokens = getattr(VOCAB, kind)
     longer = replace(VOCAB, **{kind: (*tokens, "zebra")})
     if kind not in USED[name]:
-        check_vocab(VOCAB, longer, name, "run")
+        network(name, VOCAB).check_fits(longer)
         return
     for old, new, difference in (
         (VOCAB, longer, "missing there and 'zebra' in the data"),
@@ -82,7 +84,11 @@ def test_a_vocabulary_matters_to_the_networks_that_use_it(name: str, kind: str):
         remedy = "preprocess them with --vocab run" + " --encode-unk" * (kind == "question")
         problem = f"run: trained with another vocabulary: {kind} token {len(tokens)} is {difference}; {remedy}"
         with pytest.raises(InputError, match=re.escape(problem)):
-            check_vocab(old, new, name, "run")
+            network(name, old).check_fits(new)
+
+
+def network(name: str, vocab: Vocab) -> Network:
+    return Network(name, None, {}, vocab, source=Path("run"))
 
 
 # New question words
@@ -112,12 +118,13 @@ def test_words_are_new_only_after_all_old_ones_in_their_order():
 
 
 def test_old_words_keep_every_bit_and_new_ones_are_small_and_seeded():
-    kwargs = {"num_question_tokens": 9, "num_program_tokens": 5, "embedding_dim": 400, "hidden_dim": 8}
-    news = []
+    vocab, section = replace(VOCAB, question=VOCAB.question[:9]), GeneratorConfig(embedding_dim=400, hidden_dim=8)
+    longer, news = replace(vocab, question=(*vocab.question, *map(str, range(50)))), []
     for seed in (1, 1, 2):
-        module = build("generator", kwargs)
-        before, network = module.encoder_embed.weight.detach().clone(), Network("generator", module, kwargs)
-        assert add_words(network, 50, seed) == replace(network, kwargs=kwargs | {"num_question_tokens": 59})
+        short = Network.new("generator", section, vocab)
+        module, before = short.module, short.module.encoder_embed.weight.detach().clone()
+        settings = {**short.settings, "num_question_tokens": 59}
+        assert short.with_words(longer, seed) == replace(short, settings=settings, vocab=longer)
         assert torch.equal(module.encoder_embed.weight[:9], before)
         assert module.encoder_embed.weight.shape == (59, 400)
         news.append(module.encoder_embed.weight[9:].detach())

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_data import VOCAB, newest, tiny_config
+from tiny_data import VOCAB, content, newest, save_content, tiny_config
 
 from iep.config import PLACES, settings_of
 from iep.errors import InputError
-from iep.models.checkpoint import BEST, FORMAT, load_checkpoint, save_checkpoint, step_name
+from iep.models.checkpoint import BEST, FORMAT, read_checkpoint, step_name
 from iep.training.run_training import train
-from iep.vocab import Vocab
 
 CPU = torch.device("cpu")
 
@@ -30,7 +29,7 @@ def refusal(path: Path, use: Callable[[], object] | None = None) -> str:
     """Return how `use`, or loading, refuses the checkpoint at `path`: one line that begins with its name; nothing where
     it does not."""
     try:
-        load_checkpoint(path) if use is None else use()
+        read_checkpoint(path) if use is None else use()
     except InputError as error:
         message = str(error)
     else:
@@ -51,24 +50,23 @@ def copy(runs: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["step-4.pt", BEST])
 def test_a_checkpoint_holds_all_that_a_run_needs_to_go_on(runs: dict[str, Path], data: Path, name: str):
-    held = load_checkpoint(runs["ee"] / name)
-    assert held["model"] == "ee"
-    assert held["step"] in (2, 4)
-    settings = settings_of(tiny_config(data, "ee"))
-    assert held["config"] == {key: settings[key] for key in settings if key not in PLACES}
-    assert Vocab.from_json(held["vocab"], "held") == VOCAB
-    assert set(held["networks"]) == {"engine"}
-    assert held["optimizer"]["state"][0]["step"] == held["step"]
-    assert not held["validation_due"]
+    held = read_checkpoint(runs["ee"] / name)
+    state, settings = held.state, settings_of(tiny_config(data, "ee"))
+    assert state.step in (2, 4)
+    assert state.config == {key: settings[key] for key in settings if key not in PLACES}
+    assert held.vocab == VOCAB
+    assert set(held.networks) == {"engine"}
+    assert state.optimizer["state"][0]["step"] == state.step
+    assert not state.validation_due
 
 
 def test_a_run_directory_stands_for_its_best_checkpoint_or_else_its_newest(tmp_path: Path):
-    content: dict[str, Any] = {"networks": {}, "vocab": {}, "features": {}}
+    held: dict[str, Any] = {"networks": {}, "vocab": VOCAB.to_json(), "features": {}}
     for step in (900, 1000, 99):
-        save_checkpoint(tmp_path / step_name(step), {**content, "which": step})
-    assert load_checkpoint(tmp_path)["which"] == 1000
-    save_checkpoint(tmp_path / BEST, {**content, "which": "best"})
-    assert load_checkpoint(tmp_path)["which"] == "best"
+        save_content(tmp_path / step_name(step), {**held, "features": {"which": step}})
+    assert read_checkpoint(tmp_path).recipe["which"] == 1000
+    save_content(tmp_path / BEST, {**held, "features": {"which": "best"}})
+    assert read_checkpoint(tmp_path).recipe["which"] == "best"
 
 
 # Files that are no checkpoint
@@ -83,7 +81,7 @@ def test_a_checkpoint_with_one_byte_changed_is_refused_or_unharmed(copy: Path):
         place = draw.randrange(len(content))
         copy.write_bytes(content[:place] + bytes([content[place] ^ draw.randrange(1, 256)]) + content[place + 1 :])
         try:
-            load_checkpoint(copy)
+            read_checkpoint(copy)
         except InputError:
             refused += 1
         else:
@@ -121,10 +119,10 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(copy: Path, damage: Callable
 
 
 def test_a_checkpoint_of_pickle_protocol_3_loads_without_a_warning(copy: Path):
-    held = load_checkpoint(copy)
+    held = content(copy)
     torch.save(held, copy, pickle_protocol=3)
     with warnings.catch_warnings(action="error"):
-        assert load_checkpoint(copy)["step"] == held["step"]
+        assert read_checkpoint(copy).state.step == held["step"]
 
 
 # Checkpoints whose parts are not what they should be
@@ -163,8 +161,8 @@ PARTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 def test_a_run_does_not_resume_from_a_checkpoint_with_a_part_changed(
     data: Path, copy: Path, change: Callable[[dict[str, Any]], object], problem: str
 ):
-    change(held := load_checkpoint(copy))
-    save_checkpoint(path := copy.with_name("step-4.pt"), held)
+    change(held := content(copy))
+    save_content(path := copy.with_name("step-4.pt"), held)
     copy.unlink()
     config = replace(tiny_config(data, "pg"), iterations=9)
     assert problem in refusal(path, partial(train, config, path.parent, resume=True))

@@ -10,7 +10,7 @@ from tiny_data import assert_one_error, tiny
 from torch import Tensor
 from train_cases import assert_same_training, at_loss, iep_train, rows, scalars
 
-from iep.models.checkpoint import load_newest
+from iep.models.checkpoint import read_newest
 
 SETTINGS = [*(each for each in tiny("ee") if each != "device=cpu"), "model=ee"]
 ASYNCHRONOUS = ("--asynchronous", "--threads", 2, "instance_size=4")
@@ -74,7 +74,7 @@ def test_predicted_programs_and_a_change_to_synchronous_training(data: Path, tmp
     assert "ee iteration 6 of 6" in output
     train(data, out, "--resume", *ASYNCHRONOUS, "iterations=8")
     assert [row["step"] for row in rows(out) if "validation_accuracy" in row] == [2, 4, 6, 8]
-    assert load_newest(out).content["step"] == 8
+    assert read_newest(out).state.step == 8
 
 
 def test_a_signal_finishes_what_is_in_flight_and_the_run_resumes(data: Path, tmp_path: Path, monkeypatch):
@@ -82,12 +82,12 @@ def test_a_signal_finishes_what_is_in_flight_and_the_run_resumes(data: Path, tmp
     at_loss(monkeypatch, 7, lambda _: os.kill(os.getpid(), signal.SIGINT))
     result = iep_train("--data", data, "--out", out, *SETTINGS, *ASYNCHRONOUS, "iterations=40", "validate_every=30")
     assert result.exit_code == 130
-    saved = load_newest(out).content
-    assert 4 <= saved["step"] < 30
-    assert f"Stopped by SIGINT after iteration {saved['step']}, which is saved" in result.output
-    assert scalars(out)["updates/classifier"] == [(saved["step"], saved["step"])]
+    saved = read_newest(out).state
+    assert 4 <= saved.step < 30
+    assert f"Stopped by SIGINT after iteration {saved.step}, which is saved" in result.output
+    assert scalars(out)["updates/classifier"] == [(saved.step, saved.step)]
     assert iep_train("--out", out, "--resume").exit_code == 0  # with the workers of the run
-    assert load_newest(out).content["step"] == 40
+    assert read_newest(out).state.step == 40
     found = [row["step"] for row in rows(out) if "loss" in row]
     assert found == sorted(found)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from evaluate_cases import iep_eval
 from sequence_cases import QUESTIONS, pad_rows
-from tiny_data import CHANNELS, GRID, assert_one_error, features, newest, tiny, write_h5
+from tiny_data import CHANNELS, GRID, assert_one_error, build, features, newest, tiny, write_h5
 from torch import nn
 from train_cases import iep_train
 
 from iep.config import BASELINES
-from iep.models.build import NETWORKS, build
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import read_checkpoint
+from iep.models.network import NETWORKS
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,10 @@ def test_training_starts_from_a_trained_one_of_its_kind_and_takes_its_settings(d
     small = ("device=cpu", "workers=0", "iterations=1", "learning_rate=0")
     result = iep_train(*given, trained[model], "--out", tmp_path / "run", *small)
     assert result.exit_code == 0, result.output
-    start, held = load_checkpoint(trained[model]), load_checkpoint(newest(tmp_path / "run"))
-    for key, value in start["networks"][name]["weights"].items():
-        assert torch.equal(held["networks"][name]["weights"][key], value), key
-    assert held["config"][name] == start["config"][name]
+    start, held = read_checkpoint(trained[model]), read_checkpoint(newest(tmp_path / "run"))
+    for key, value in start.networks[name].weights.items():
+        assert torch.equal(held.networks[name].weights[key], value), key
+    assert held.state.config[name] == start.state.config[name]
     wider = iep_train(*given, trained[model], "--out", tmp_path / "other", f"{name}.hidden_dim=11")
     assert_one_error(wider, f"{trained[model]}: was trained with {name}.hidden_dim 10, cannot start with 11")
     other = next(trained[each] for each in BASELINES if each != model)
@@ -55,11 +55,11 @@ def test_features_are_those_that_a_baseline_was_made_for(data: Path, trained, tm
     path = write_h5(other / "val_features.h5", {"features": features(1, grid=GRID + 1)})
     found = f"{path}: features are ({CHANNELS}, {GRID + 1}, {GRID + 1}) an image, but the"
     result = iep_eval("--baseline", trained["cnn-lstm"], "--data", other)
-    assert_one_error(result, f"{found} CNN+LSTM is made for ({CHANNELS}, {GRID}, {GRID})")
+    assert_one_error(result, f"{found} CNN+LSTM of {trained['cnn-lstm']} is made for ({CHANNELS}, {GRID}, {GRID})")
     assert iep_eval("--baseline", trained["cnn-lstm-sa"], "--data", other).exit_code == 0  # attention has no fixed grid
     write_h5(path, {"features": features(1, channels=CHANNELS + 1)})
     result = iep_eval("--baseline", trained["cnn-lstm-sa"], "--data", other)
-    assert_one_error(result, f"but the CNN+LSTM+SA is made for ({CHANNELS},)")
+    assert_one_error(result, f"is made for ({CHANNELS},)")
 
 
 CNN = {"num_question_tokens": 9, "num_answers": 4, "feature_dim": 3, "feature_height": 5, "feature_width": 4}

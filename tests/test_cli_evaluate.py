@@ -29,11 +29,11 @@ from tiny_data import (
     write_h5,
 )
 
-from iep.config import Evaluation
 from iep.evaluation import run_evaluation
 from iep.evaluation.html_report import PAGE, ReportOptions
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, PREDICTIONS
-from iep.models.checkpoint import load_network
+from iep.evaluation.settings import NetworkSettings, Selection
+from iep.models.checkpoint import read_checkpoint
 from iep.programs import QUESTION_TYPES
 from iep.vocab import tokenize
 
@@ -112,7 +112,7 @@ def test_a_generator_alone_is_scored_by_exact_match(data: Path, run: dict[str, P
 
 
 def test_an_engine_runs_true_programs_or_those_of_its_generator(data, run, whole, tmp_path: Path):
-    engine, maps = load_network(run["ee"], "engine", VOCAB, CPU).module, torch.from_numpy(features(1))
+    engine, maps = read_checkpoint(run["ee"]).network("engine").module.eval(), torch.from_numpy(features(1))
     for programs, key in (("ground-truth", "program"), ("predicted", "predicted_program")):
         report, rows, _ = whole[programs]
         assert report["programs"] == programs
@@ -153,7 +153,7 @@ def test_only_what_reads_images_needs_the_features(run: dict[str, Path], other: 
     report, rows, _ = evaluate(tmp_path / "out", "--baseline", run["lstm"], "--data", other)
     assert report["accuracy"] == shares(rows, answers_right)
     assert report["programs"] == ""
-    lstm = load_network(run["lstm"], "lstm", VOCAB, CPU).module
+    lstm = read_checkpoint(run["lstm"]).network("lstm").module.eval()
     answers = lstm(torch.from_numpy(arrays(VAL)["questions"]).long()).argmax(1)
     assert [row["predicted_answer"] for row in rows] == [VOCAB.answer[answer] for answer in answers]
 
@@ -316,12 +316,12 @@ def test_a_full_disk_leaves_the_earlier_files_and_the_table_is_printed(data, run
 # Two processes
 
 
-def evaluate_in_process(settings: Evaluation, out: Path) -> bool:
+def evaluate_in_process(settings: NetworkSettings, out: Path) -> bool:
     return run_evaluation.evaluate(settings, out, ReportOptions(out)) is not None
 
 
 def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
-    settings = Evaluation(data, pg=run["pg"], ee=run["ee"], device="cpu", batch_size=4)
+    settings = NetworkSettings(Selection(data), pg=run["pg"], ee=run["ee"], device="cpu", batch_size=4)
     assert run_evaluation.evaluate(settings, tmp_path / "one", ReportOptions(tmp_path / "one"))
     assert together(evaluate_in_process, settings, tmp_path / "two") == [True, False]
     one, two = (tmp_path / name for name in ("one", "two"))
@@ -340,14 +340,14 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
     [
         ("--baseline {lstm}", "give --data DIR", 2),
         ("--data {data}", "nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --baseline CKPT", 1),
-        ("--data {data} --baseline {lstm} --ee {ee}", "--baseline answers alone", 1),
+        ("--data {data} --baseline {lstm} --ee {ee}", "--ee does not go with --baseline", 2),
         ("--data {data} --ee {ee} --programs predicted", "predicted needs a program generator: give --pg CKPT", 1),
-        ("--data {data} --pg {pg} --programs ground-truth", "needs an execution engine: give --ee CKPT", 1),
-        ("--data {data} --pg {pg} --execution triton", "triton, a setting of execution engines; give --ee", 1),
+        ("--data {data} --pg {pg} --programs ground-truth", "--programs does not go with --pg without --ee", 2),
+        ("--data {data} --pg {pg} --execution triton", "--execution does not go with --pg without --ee", 2),
         ("--data {data} --pg {ee}", "{ee}: holds an execution engine, expected a checkpoint with a program", 1),
         ("--data {data} --baseline {lstm} --split vall", "vall_questions.h5: no such file", 1),
         ("--data {data} --baseline {lstm} --against old none.json", "none.json: no such file", 1),
-        ("--data {data} --baseline {lstm} --beam-size 5", "--beam-size and --max-program-length are for", 2),
+        ("--data {data} --baseline {lstm} --beam-size 5", "--beam-size does not go with --baseline", 2),
         ("--data {data} --baseline {lstm} --images x", "--images is for the HTML report and for --ee symbolic", 2),
         ("--backbone synth --scenes {data} --against old x", "--against does not go with --backbone", 2),
         (

@@ -15,9 +15,9 @@ from train_cases import iep_train, rows, weights
 
 from iep.config import read_config
 from iep.errors import InputError
+from iep.execution_engine.assembly import Running, set_execution
 from iep.execution_engine.choices import EXECUTIONS as NAMES
-from iep.models.build import set_execution
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import read_checkpoint
 
 EXECUTIONS = tuple(NAMES)
 PLACED = ("--placement", "balanced", "--devices", "cpu,cpu")
@@ -67,7 +67,7 @@ def test_training_on_several_devices_is_training_on_one(data, alone, devices, pl
 )
 def test_a_run_resumes_on_other_devices_which_checkpoints_do_not_keep(data, alone, first, then, tmp_path) -> None:
     train(tmp_path / "run", "--model", "ee", "--data", data, *first, "iterations=2")
-    assert not {"device", "devices", "placement"} & load_checkpoint(newest(tmp_path / "run"))["config"].keys()
+    assert not {"device", "devices", "placement"} & read_checkpoint(newest(tmp_path / "run")).state.config.keys()
     train(tmp_path / "run", "--resume", *then)
     assert_same_run(tmp_path / "run", alone)
     assert read_config(tmp_path / "run" / "config.yaml").devices == (("cpu", "cpu") if then == PLACED else ())
@@ -146,14 +146,15 @@ def test_an_execution_that_is_not_possible_is_an_error(data, execution, given, m
 
 
 def test_kernels_need_a_gpu_and_bfloat16(monkeypatch) -> None:
+    monkeypatch.setattr("iep.execution_engine.assembly.resolve_device", torch.device)  # without a GPU, too
     engine = small_engine()
     with pytest.raises(InputError, match="kernels compute in bfloat16, and precision is float32; expected calls"):
-        set_execution(engine, "triton", torch.device("cuda"), "float32")
-    set_execution(engine, "triton", torch.device("cuda"), "bfloat16")
+        set_execution(engine, Running("cuda", execution="triton"))
+    set_execution(engine, Running("cuda", execution="triton", precision="bfloat16"))
     assert engine.execution == "triton"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(InputError, match="Triton's kernels run on a GPU, not on cpu"):
-        set_execution(small_engine(), "triton", torch.device("cpu"), "float32")
+        set_execution(small_engine(), Running("cpu", execution="triton"))
 
 
 def test_evaluation_uses_no_cuda_graphs(data, alone, tmp_path) -> None:

@@ -12,13 +12,11 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
-import torch
 from tiny_data import assert_one_error, files_no_larger_than, newest, tiny, tiny_config, write_data
 from train_cases import iep_train
 
 from iep.config import Config, read_config
-from iep.data.question_file import load_vocab
-from iep.models.checkpoint import BEST, load_checkpoint, load_network
+from iep.models.checkpoint import BEST, read_checkpoint
 from iep.runtime.records import METRICS, Records
 from iep.training.run_training import train
 
@@ -32,7 +30,7 @@ def run(runs: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def step(out: Path) -> int:
-    return load_checkpoint(newest(out))["step"]
+    return read_checkpoint(newest(out)).state.step
 
 
 # What it does
@@ -51,7 +49,7 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     accuracies = ["ee before the first iteration", "ee iteration 2", "ee iteration 4"]
     assert [line.partition(": validation accuracy ")[0] for line in lines[2:]] == accuracies
     best = rf"{out}: trained ee to iteration 4; the best checkpoint is {out / BEST}, of iteration (\d), validation .*%"
-    assert int(re.fullmatch(best, last)[1]) == load_checkpoint(out / BEST)["step"]
+    assert int(re.fullmatch(best, last)[1]) == read_checkpoint(out / BEST).state.step
     assert "questions/s" in done.stderr
     assert "Warning" not in done.stderr
     assert step(out) == 4
@@ -154,7 +152,7 @@ def test_the_length_of_programs_follows_the_data_and_is_stored_for_whoever_answe
     for name, given, expected in (("long", (), 40), ("short", ("max_program_length=3",), 3)):
         config = tiny_config(copied, "pg", "iterations=1", *given)
         train(config, tmp_path / name, resume=False)
-        generator = load_network(tmp_path / name, "generator", load_vocab(copied), torch.device("cpu")).module
+        generator = read_checkpoint(tmp_path / name).network("generator").module.eval()
         assert generator.max_program_length == expected
 
 

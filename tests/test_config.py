@@ -21,7 +21,7 @@ from iep.config import (
     to_dict,
     to_yaml,
 )
-from iep.models.build import NETWORKS
+from iep.models.network import NETWORKS
 
 
 def write(path: Path, text: str) -> Path:

@@ -16,9 +16,9 @@ from hypothesis import given
 from torch.autograd.graph import get_gradient_edge
 
 from iep.batching.template import make_template
+from iep.execution_engine.assembly import fit_template
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import Sample
-from iep.models.build import fit_template
 
 SAMPLE = Sample(PROGRAMS_BL, np.arange(len(PROGRAMS_BL)) // 2, "the sample")
 

@@ -29,13 +29,13 @@ from engine_cases import (
     vocabularies,
 )
 from hypothesis import given, settings
+from tiny_data import build
 
 from iep.asynchronous.trainer import AsynchronousTrainer, Instance
 from iep.batching.execute import execute
 from iep.batching.schedulers import SCHEDULERS
 from iep.data.datasets import Batch
 from iep.execution_engine.roles import types_of
-from iep.models.build import build
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
 EXECUTIONS = ["calls", pytest.param("triton", marks=HAS_TRITON)]

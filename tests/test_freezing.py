@@ -11,8 +11,8 @@ from train_cases import iep_train
 
 from iep.config import MODELS, Config
 from iep.errors import InputError
-from iep.models.build import NETWORKS, build, network_kwargs
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import read_checkpoint
+from iep.models.network import NETWORKS, Network
 from iep.training.freezing import freeze, parts_of, train_mode
 from iep.training.run_training import train
 
@@ -50,8 +50,8 @@ def belongs(key: str, model: str, part: str) -> bool:
 
 def weights(path: Path) -> dict[str, Tensor]:
     """Return the weights of all networks of a checkpoint."""
-    networks = load_checkpoint(path)["networks"]
-    return {f"{name}.{key}": value for name, net in networks.items() for key, value in net["weights"].items()}
+    networks = read_checkpoint(path).networks
+    return {f"{name}.{key}": value for name, net in networks.items() for key, value in net.weights.items()}
 
 
 def config_of(data: Path, parts: list[str], model: str, *settings: str) -> Config:
@@ -62,7 +62,7 @@ def config_of(data: Path, parts: list[str], model: str, *settings: str) -> Confi
 def networks_of(model: str) -> dict[str, nn.Module]:
     config = tiny_config(Path(), model, *SETTINGS[model])
     shape = (CHANNELS, GRID, GRID)
-    return {name: build(name, network_kwargs(name, getattr(config, name), VOCAB, shape)) for name in NETWORKS[model]}
+    return {name: Network.new(name, getattr(config, name), VOCAB, shape).module for name in NETWORKS[model]}
 
 
 @pytest.mark.parametrize(("model", "part"), CASES)
@@ -77,7 +77,7 @@ def test_only_what_is_frozen_stays_weights_and_running_statistics(data, parts, t
     assert not moved & frozen
     others = set(parts_of(NETWORKS[model])) - {part}
     assert all(any(belongs(key, model, other) for key in moved) for other in others)
-    assert len(load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["params"]) < len(after)
+    assert len(read_checkpoint(newest(tmp_path)).state.optimizer["param_groups"][0]["params"]) < len(after)
 
 
 @pytest.mark.parametrize("frozen", ["stem", "modules"])

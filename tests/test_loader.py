@@ -22,7 +22,7 @@ from iep.data.datasets import sequential_batches
 from iep.data.features import Features
 from iep.data.loader import Loading, Slots, on_device
 from iep.errors import InputError
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import read_checkpoint
 from iep.runtime.signals import handled
 from iep.training.run_training import train
 
@@ -143,8 +143,8 @@ def test_damaged_features_are_found_at_the_start_and_end_all_processes(tmp_path:
 def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(data: Path, runs, tmp_path: Path):
     settings = ("features_in_memory=true", "workers=2", "prefetch=1")
     assert train(tiny_config(data, "ee", *settings), tmp_path / "ee", resume=False)
-    ours, theirs = (load_checkpoint(run)["networks"]["engine"] for run in (tmp_path / "ee", runs["ee"]))
-    assert all(torch.equal(ours["weights"][name], value) for name, value in theirs["weights"].items())
+    ours, theirs = (read_checkpoint(run).networks["engine"] for run in (tmp_path / "ee", runs["ee"]))
+    assert all(torch.equal(ours.weights[name], value) for name, value in theirs.weights.items())
 
 
 # To a device

@@ -9,8 +9,10 @@ from evaluate_cases import iep_eval
 from tiny_data import (
     arrays,
     assert_one_error,
+    content,
     features,
     newest,
+    save_content,
     tiny_config,
     write_data,
     write_h5,
@@ -19,7 +21,7 @@ from torch import Tensor
 from train_cases import before_each_step, iep_train
 
 from iep.errors import InputError
-from iep.models.checkpoint import load_checkpoint, load_newest, save_checkpoint
+from iep.models.checkpoint import read_newest
 from iep.training.run_training import train
 from iep.training.tasks import Task
 
@@ -53,7 +55,7 @@ def test_the_run_stops_at_that_step_and_names_the_questions(data, tmp_path, monk
         f"{tmp_path / 'run'}: the loss is nan at iteration 4, on 8 questions (question_index "
         f"{', '.join(map(str, questions))}); try a lower learning_rate or clip_gradients=1"
     )
-    assert load_newest(tmp_path / "run").content["step"] == 2
+    assert read_newest(tmp_path / "run").state.step == 2
 
 
 def test_features_that_are_not_finite_are_named_by_file_and_image_and_found_by_their_question(tmp_path: Path):
@@ -91,9 +93,9 @@ def test_weights_that_are_not_finite_are_not_saved(data: Path, tmp_path: Path, m
 
 
 def test_a_weight_that_is_not_finite_is_named(data, run, tmp_path: Path):
-    path, content = tmp_path / "bad.pt", load_checkpoint(run["lstm"])
-    content["networks"]["lstm"]["weights"]["rnn.embed.weight"].view(-1)[-1] = float("-inf")
-    save_checkpoint(path, content)
+    path, held = tmp_path / "bad.pt", content(run["lstm"])
+    held["networks"]["lstm"]["weights"]["rnn.embed.weight"].view(-1)[-1] = float("-inf")
+    save_content(path, held)
     result = iep_eval("--baseline", path, "--data", data, "--out", tmp_path / "out")
     assert_one_error(result, f"{path}: rnn.embed.weight of a", "holds -inf, expected finite numbers")
     assert not (tmp_path / "out" / "predictions.jsonl").exists()

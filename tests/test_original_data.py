@@ -11,7 +11,7 @@ from batching_cases import quick
 from hypothesis import given, settings
 from tiny_data import TEST, TRAIN, VAL, VOCAB, arrays, features, newest, tiny_config, write_h5
 
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import read_checkpoint
 from iep.preprocess.encode_questions import build_vocab, encode, load_questions
 from iep.programs import prefix_to_json
 from iep.training.run_training import train
@@ -35,10 +35,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_on_the_originals_files_is_that_on_ours(model: str, original: Path, data: Path, tmp_path: Path):
     for name, where in (("theirs", original), ("ours", data)):
         assert train(tiny_config(where, model, "iterations=2"), tmp_path / name, resume=False)
-    theirs, ours = (load_checkpoint(newest(tmp_path / name))["networks"] for name in ("theirs", "ours"))
+    theirs, ours = (read_checkpoint(newest(tmp_path / name)).networks for name in ("theirs", "ours"))
     for name, network in ours.items():
-        for key, value in network["weights"].items():
-            assert torch.equal(theirs[name]["weights"][key], value)
+        for key, value in network.weights.items():
+            assert torch.equal(theirs[name].weights[key], value)
 
 
 PROGRAMS = st.recursive(

@@ -18,7 +18,7 @@ from train_cases import iep_train
 
 import iep
 from iep.errors import InputError
-from iep.models.build import set_execution
+from iep.execution_engine.assembly import Running, set_execution
 from iep.vocab import index_tokens
 
 PAGE = (Path(__file__).parent.parent / "docs" / "add_a_module.md").read_text()
@@ -88,7 +88,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modules_with_the_convolution_for_kernels_run_by_them_and_others_by_calls_as_a_line_says(odd, capsys):
     for modules, alone in (("gated:GatedModules", None), ("odd:ChosenModules", "exist")):
         engine, features_NCHW = small_engine(torch.float32, modules=modules), features(2, torch.float32)
-        set_execution(engine, "triton", torch.device("cpu"), "float32")
+        set_execution(engine, Running("cpu", execution="triton"))
         line = f"execution triton: by calls, without convolutions for kernels: {alone}\n"
         assert capsys.readouterr().out == ("" if alone is None else line)
         programs_BL = programs("count filter_color[red] scene", "exist relate[left] scene")

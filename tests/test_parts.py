@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iep.config import EngineConfig
+from iep.execution_engine.assembly import Running, prepare
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import Sample, balanced, round_robin, work_of
-from iep.models.build import build, network_kwargs, place_engine
+from iep.models.network import Network
 from iep.vocab import NULL, Vocab, index_tokens
 
 PARTS = ("stem", "<END>", "count", "union", "classifier")
@@ -19,9 +20,7 @@ PARTS = ("stem", "<END>", "count", "union", "classifier")
 
 def make_engine(feature_shape=(3, 4, 4), config=None) -> ExecutionEngine:
     small = EngineConfig(module_dim=4, stem_widths=(), classifier_projection=4, classifier_hidden=(5,))
-    return build(
-        "engine", network_kwargs("engine", config or small, Vocab((), TOKENS, index_tokens(["yes"])), feature_shape)
-    )
+    return Network.new("engine", config or small, Vocab((), TOKENS, index_tokens(["yes"])), feature_shape).module
 
 
 def test_round_robin_gives_the_parts_to_the_devices_in_turn() -> None:
@@ -59,8 +58,9 @@ def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that
     assert work_of(engine, Sample(programs_BL, np.arange(5), "here")) == pytest.approx(expected)
 
 
-def test_the_parts_of_each_device_are_described() -> None:
+def test_the_parts_of_each_device_are_described(capsys) -> None:
     engine, state = make_engine(), torch.get_rng_state()
-    text = place_engine(engine, "round-robin", ("cpu", "cpu"), Sample(PROGRAMS_BL, np.arange(4), "here"))
-    assert {"cpu#0,", "cpu#1,", *engine.parts} <= set(text.split())
+    running = Running(placement="round-robin", devices=("cpu", "cpu"))
+    prepare(engine, running, Sample(PROGRAMS_BL, np.arange(4), "here"))
+    assert {"cpu#0,", "cpu#1,", *engine.parts} <= set(capsys.readouterr().out.split())
     assert torch.get_rng_state().equal(state)

@@ -22,7 +22,7 @@ from tiny_data import newest, tiny_config, write_data
 from iep.cli.preprocess import main
 from iep.data.features import Features
 from iep.errors import InputError
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import read_checkpoint
 from iep.preprocess.backbones import ResNet, Scenes, backbone_of, randomize
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import image_features, preprocess_features
@@ -202,7 +202,7 @@ def test_checkpoints_of_models_that_read_images_keep_the_recipe(small_data, tmp_
     def recipe_after(model: str, *settings: str) -> dict:
         out = tmp_path / model
         train(tiny_config(small_data, model, "iterations=1", *settings), out, resume=False)
-        return load_checkpoint(newest(out))["features"]
+        return read_checkpoint(newest(out)).recipe
 
     assert recipe_after("ee") == RECIPE_OF_SMALL
     assert recipe_after("pg") == {}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from device_cases import DEVICES
 from sequence_cases import QUESTIONS, gradients, pad_rows, random_rows
+from tiny_data import build
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from iep.models.build import build
 from iep.program_generator.decode import beam, greedy, sample
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import END, NULL, START

@@ -26,7 +26,7 @@ from tiny_data import tiny
 import iep
 from iep.config import Config, read_config
 from iep.evaluation.json_report import Report, read_report
-from iep.models.checkpoint import BEST, load_checkpoint
+from iep.models.checkpoint import BEST, read_checkpoint
 from iep.synth.presets import resolve
 from iep.synth.synthesize import synthesize
 from iep.synth.templates import CLOSURE_GROUPS
@@ -109,9 +109,9 @@ def test_fine_tuning_on_humans_teaches_the_generator_new_words_and_keeps_the_eng
     assert expanded == (*known, *sorted({*NEW_WORDS, ","} - set(known)))
     assert RARE_WORD not in expanded
     assert f"{joint}: {len(expanded) - len(known)} new question words" in output
-    before, after = (load_checkpoint(run / BEST)["networks"] for run in (joint, out / "runs/joint"))
-    assert_same(before["engine"]["weights"], after["engine"]["weights"], 0)
-    assert after["generator"]["weights"]["encoder_embed.weight"].shape[0] == len(expanded)
+    before, after = (read_checkpoint(run / BEST).networks for run in (joint, out / "runs/joint"))
+    assert_same(before["engine"].weights, after["engine"].weights, 0)
+    assert after["generator"].weights["encoder_embed.weight"].shape[0] == len(expanded)
     for when in ("before", "after"):
         assert report(out / "eval" / when / "val").questions == SIZES["val"] * QUESTIONS_PER_IMAGE // 5
 
@@ -198,7 +198,7 @@ def test_a_backbone_is_made_from_nothing_and_exported(recipes: Recipes, tmp_path
     settings = ("iterations=2", "validate_every=1", "batch_size=2", *tiny("backbone")[-3:])
     made = "--train 4 --val 2 --max-objects 4 --width 96 --height 64"
     output, _ = recipes.run("train_backbone.sh", tmp_path, *settings, SYNTH=made)
-    assert load_checkpoint(tmp_path / "synth.safetensors")["networks"]["backbone"]["kwargs"]["widths"] == [4, 4, 8]
+    assert read_checkpoint(tmp_path / "synth.safetensors").networks["backbone"].settings["widths"] == [4, 4, 8]
     assert "precision" in output
 
 

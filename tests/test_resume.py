@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from killing import MEASURED, digest, run_parts
-from tiny_data import assert_one_error, newest, tiny, tiny_config
+from tiny_data import assert_one_error, content, newest, save_content, tiny, tiny_config
 from torch import Tensor
 from train_cases import before_each_step, iep_train, rows, scalars
 
 from iep.data.datasets import Batch
-from iep.models.checkpoint import BEST, checkpoints, load_checkpoint, load_newest, save_checkpoint, step_checkpoints
+from iep.models.checkpoint import (
+    BEST,
+    Checkpoint,
+    checkpoints,
+    read_checkpoint,
+    read_newest,
+    step_checkpoints,
+    write_checkpoint,
+)
 from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer
 from iep.training.run_training import train
@@ -73,7 +81,7 @@ def test_a_run_stopped_everywhere_gives_the_bits_of_an_unbroken_one(data, parts,
     for left in range(len(stops), 0, -1):
         result = go(tmp_path / "stopped", data, *settings)
         assert result.exit_code == 128 + SIGNALS[(left - 1) % 2], result.output
-        step = load_newest(tmp_path / "stopped").content["step"]
+        step = read_newest(tmp_path / "stopped").state.step
         assert f"after iteration {step}, which is saved; --resume continues from there\n" in result.output
     assert not stops
     assert go(tmp_path / "stopped", data, *settings).exit_code == 0
@@ -83,15 +91,15 @@ def test_a_run_stopped_everywhere_gives_the_bits_of_an_unbroken_one(data, parts,
 def test_a_stopped_validation_is_done_again_and_its_row_is_there_once(data: Path, tmp_path: Path, stops):
     stops.append(("validation", 2))
     assert go(tmp_path, data, "model=lstm").exit_code == 143
-    assert load_checkpoint(newest(tmp_path))["validation_due"]
+    assert read_checkpoint(newest(tmp_path)).state.validation_due
     assert not (tmp_path / BEST).exists()
-    copy = load_checkpoint(newest(tmp_path))
+    copy = content(newest(tmp_path))
     assert go(tmp_path, data, "model=lstm").exit_code == 0
     whole = run_parts(tmp_path)
     # As a kill just after the validation's row would leave it:
     for path in (*step_checkpoints(tmp_path), tmp_path / BEST):
         path.unlink()
-    save_checkpoint(tmp_path / "step-2.pt", copy)
+    save_content(tmp_path / "step-2.pt", copy)
     assert go(tmp_path, data, "model=lstm").exit_code == 0
     assert run_parts(tmp_path) == whole
 
@@ -169,19 +177,19 @@ def test_the_newest_few_are_kept_until_the_next_is_there_and_the_best_always(dat
     """Check the checkpoints of a run in which two validations have the best score, and the newer one is kept."""
     scores, seen = iter([0.0, 0.1, 0.9, 0.9, 0.3, 0.1]), []
 
-    def watched(path: Path, content: dict) -> None:
-        seen.append((path.name, [there.name for there in step_checkpoints(tmp_path)]))
-        save_checkpoint(path, content)
+    def watched(checkpoint: Checkpoint) -> None:
+        seen.append((checkpoint.path.name, [there.name for there in step_checkpoints(tmp_path)]))
+        write_checkpoint(checkpoint)
 
-    monkeypatch.setattr("iep.training.loop.save_checkpoint", watched)
+    monkeypatch.setattr("iep.training.loop.write_checkpoint", watched)
     monkeypatch.setattr(Trainer, "validate", lambda self, batches: next(scores))
     train(tiny_config(data, "lstm", f"iterations={LENGTH}", "validate_every=1", f"keep={keep}"), tmp_path, resume=False)
     names = [f"step-{step}.pt" for step in range(LENGTH, 0, -1)]
     assert [path.name for path in step_checkpoints(tmp_path)] == names[:keep]
     for step, name in enumerate(reversed(names)):
         assert (name, names[LENGTH - step :][:keep]) in seen
-    best, last = load_checkpoint(tmp_path / BEST), load_checkpoint(newest(tmp_path))
-    assert (best["step"], best["best"], last["best"]) == (3, 0.9, 0.9)
+    best, last = (read_checkpoint(path).state for path in (tmp_path / BEST, newest(tmp_path)))
+    assert (best.step, best.best, last.best) == (3, 0.9, 0.9)
 
 
 def damage(path: Path) -> None:
@@ -201,7 +209,7 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_one_before_it(data: Path,
         assert_one_error(go(tmp_path, data, "model=lstm"), problem, f"; remove it to resume from {before}")
         (tmp_path / name).unlink()
     assert go(tmp_path, data, "model=lstm").exit_code == 0
-    assert digest(load_checkpoint(checkpoints(tmp_path)[0])) == whole["last"]
+    assert digest(content(checkpoints(tmp_path)[0])) == whole["last"]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import torch
 from batching_cases import assert_same, quick, results
 from engine_cases import FULL_SIZE, INDEX, MANY_BL, TOKENS, any_programs, features, placed_copy, programs, small_engine
 from hypothesis import example, given, settings
+from tiny_data import build
 
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.pooled import NEAR_ZERO
 from iep.execution_engine.roles import tree_run
 from iep.execution_engine.tbd import SameModule
 from iep.execution_engine.trace import run_tree
-from iep.models.build import build
 from iep.programs import tokens_run
 from iep.vocab import Vocab
 

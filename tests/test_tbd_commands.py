@@ -7,7 +7,7 @@ import torch
 from tiny_data import newest, tiny
 from train_cases import iep_train, rows
 
-from iep.models.checkpoint import load_checkpoint, unpack
+from iep.models.checkpoint import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def tbd(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):
-    engine = unpack(load_checkpoint(newest(tbd)), "engine", tbd)
+    engine = read_checkpoint(newest(tbd)).network("engine")
     assert engine.kwargs["modules"] == "tbd"
     assert not hasattr(engine.module, "unique")
     steps = [row for row in rows(tbd) if "loss" in row]

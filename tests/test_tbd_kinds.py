@@ -13,7 +13,7 @@ from tiny_data import assert_one_error
 
 from iep.asking import picture
 from iep.evaluation.predict import Predictor
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import read_checkpoint
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -30,7 +30,7 @@ def tbd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def predicted(tbd, monkeypatch):
     """A function: the program, what is predicted to every question -> what `iep-ask` prints."""
     pg, ee = tbd
-    tokens = load_checkpoint(ee)["vocab"]["program_token_to_idx"]
+    tokens = read_checkpoint(ee).vocab.program_index
 
     def ask(program: str, *arguments: object) -> str:
         programs_BL = torch.tensor([[tokens[token] for token in program.split()]])

@@ -12,7 +12,7 @@ from processes import free_port, is_running, together
 from tiny_data import newest, tiny, tiny_config
 from train_cases import weights
 
-from iep.models.checkpoint import load_checkpoint, step_checkpoints
+from iep.models.checkpoint import read_checkpoint, step_checkpoints
 from iep.training.run_training import train
 
 SCRIPT = Path(__file__).parents[1] / "scripts/train_nodes.sh"
@@ -73,10 +73,10 @@ def test_a_run_killed_in_part_and_as_a_whole_under_torchrun_ends_with_the_weight
     while any(map(is_running, orphans)):  # they are ending
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    step = load_checkpoint(step_checkpoints(broken)[0])["step"]
+    step = read_checkpoint(step_checkpoints(broken)[0]).state.step
     assert f"Stopped by SIGTERM after iteration {step}, which is saved" in said
     assert step < ITERATIONS
     together(train, config, broken, True)
     ours, theirs = (weights(newest(out), "generator") for out in (broken, whole))
-    assert load_checkpoint(newest(broken))["step"] == ITERATIONS
+    assert read_checkpoint(newest(broken)).state.step == ITERATIONS
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())

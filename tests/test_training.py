@@ -26,12 +26,13 @@ from tiny_data import (
 )
 from train_cases import before_each_step, rows, scalars, weights
 
+import iep.training.run_data
 import iep.training.run_training
 from iep.config import Config, read_config, to_dict
 from iep.data.datasets import Batch
 from iep.errors import InputError
-from iep.models.build import build, network_kwargs
-from iep.models.checkpoint import BEST, WEIGHTS, WEIGHTS_CONFIG, load_checkpoint, load_network
+from iep.models.checkpoint import BEST, WEIGHTS, WEIGHTS_CONFIG, read_checkpoint
+from iep.models.network import Network
 from iep.runtime import devices
 from iep.runtime.records import METRICS
 from iep.training.loop import Trainer, learning_rate
@@ -116,7 +117,7 @@ def test_modules_that_no_program_uses_keep_their_weights(data: Path, tmp_path: P
     config = tiny_config(data, "ee", "num_train_samples=1", "weight_decay=0.1")
     train(config, tmp_path, resume=False)
     torch.manual_seed(config.seed)
-    initial = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
+    initial = Network.new("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)).module
     after = weights(newest(tmp_path), "engine")
     used = {VOCAB.program[token] for token in arrays(1)["programs"][0] if token > END} | {"stem", "classifier"}
     assert {"exist", "scene"} < used < {name for name, _ in initial.named_children()}
@@ -132,7 +133,7 @@ def test_a_run_starts_from_the_checkpoints_it_is_given_and_takes_their_settings(
         assert digest(weights(newest(tmp_path), name)) == digest(weights(Path(path), name))
     saved = read_config(tmp_path / "config.yaml")
     assert saved.engine == tiny_config(data, "ee").engine != config.engine
-    held = load_checkpoint(newest(tmp_path))["config"]
+    held = read_checkpoint(newest(tmp_path)).state.config
     assert {**to_dict(saved), **held} == to_dict(saved)
 
 
@@ -198,7 +199,7 @@ def test_the_resolved_config_is_beside_the_checkpoints(data: Path, tmp_path: Pat
 
 def test_validation_is_the_share_of_right_answers(data: Path, tmp_path: Path):
     train(tiny_config(data, "lstm", "iterations=30", "validate_every=30"), tmp_path, resume=False)
-    lstm = load_network(newest(tmp_path), "lstm", VOCAB, CPU).module
+    lstm = read_checkpoint(newest(tmp_path)).network("lstm").module.eval()
     val = arrays(VAL)
     answers = lstm(torch.from_numpy(val["questions"]).long()).argmax(1).numpy()
     expected = (answers == val["answers"]).mean()
@@ -212,7 +213,7 @@ def test_without_a_validation_split_the_last_checkpoint_is_the_best(data: Path, 
     train(tiny_config(tmp_path / "data", "lstm", "iterations=5"), tmp_path / "run", resume=False)
     parts = run_parts(tmp_path / "run")
     assert parts["last"] == parts[BEST]
-    assert load_checkpoint(newest(tmp_path / "run"))["step"] == 5
+    assert read_checkpoint(newest(tmp_path / "run")).state.step == 5
 
 
 def test_only_the_samples_asked_for_are_trained_and_validated_on(data: Path, tmp_path: Path, monkeypatch):
@@ -253,13 +254,13 @@ def test_a_seed_repeats_a_run_with_any_number_of_workers_and_another_seed_does_n
 
 def test_predicted_programs_are_decoded_once_and_train_as_true_ones_would(data, parts, tmp_path: Path, monkeypatch):
     """The second run has data whose true programs are those that the first predicts."""
-    decoded, greedy = [], iep.training.run_training.greedy
+    decoded, greedy = [], iep.training.run_data.greedy
 
     def decode(*arguments):
         decoded.append(greedy(*arguments))
         return decoded[-1]
 
-    monkeypatch.setattr(iep.training.run_training, "greedy", decode)
+    monkeypatch.setattr(iep.training.run_data, "greedy", decode)
     settings = ("learning_rate=0.001", "iterations=8", "validate_every=4")
     train(tiny_config(data, "ee", "programs=predicted", parts[0], *settings), tmp_path / "predicted", resume=False)
     assert [len(programs_BL) for programs_BL in decoded] == [TRAIN, VAL]
@@ -313,7 +314,8 @@ def test_a_run_resumes_only_with_the_data_of_its_kind(data: Path, tmp_path: Path
     for split in ("train", "val"):
         write_h5(other / f"{split}_features.h5", {"features": features(0, grid=GRID + 1)})
     message = refusal(tiny_config(other, "ee"), tmp_path / "run", resume=True)
-    assert message.startswith(f"{newest(tmp_path / 'run')}: features are ({CHANNELS}, {GRID + 1}, {GRID + 1})")
+    assert message.startswith(f"{other}/train_features.h5: features are ({CHANNELS}, {GRID + 1}, {GRID + 1})")
+    assert f"the engine of {newest(tmp_path / 'run')} is made for" in message
 
 
 def without(name: str) -> Callable[[Path], object]:
@@ -367,7 +369,7 @@ def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: li
         del datasets["programs"]
         write_h5(data / f"{split}_questions.h5", datasets)
     assert train(tiny_config(data, "ee", "programs=predicted", parts[0]), tmp_path / "ee", resume=False)
-    assert set(load_checkpoint(newest(tmp_path / "ee"))["networks"]) == {"engine"}
+    assert set(read_checkpoint(newest(tmp_path / "ee")).networks) == {"engine"}
     assert train(tiny_config(data, "joint", *parts), tmp_path / "joint", resume=False)
     assert train(tiny_config(data, "cnn-lstm"), tmp_path / "cnn-lstm", resume=False)
 

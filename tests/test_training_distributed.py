@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from processes import together
-from tiny_data import CHANNELS, GRID, VOCAB, newest, open_train, tiny_config, write_data
+from tiny_data import CHANNELS, GRID, VOCAB, content, newest, open_train, tiny_config, write_data
 from torch import nn
 from train_cases import before_each_step, rows, weights
 
@@ -23,8 +23,8 @@ from iep.data.datasets import Batch
 from iep.data.ordering import deal
 from iep.errors import InputError
 from iep.execution_engine.modules import ExampleNorm
-from iep.models.build import build, network_kwargs
-from iep.models.checkpoint import BEST, load_checkpoint, step_name
+from iep.models.checkpoint import BEST, read_checkpoint, step_name
+from iep.models.network import Network
 from iep.runtime.distributed import rank, world_size
 from iep.runtime.files import row_checksums
 from iep.runtime.signals import Stopped, handled
@@ -46,7 +46,7 @@ def assert_same_run(one: Path, two: Path, iterations: int) -> None:
     """Assert the same losses and scores at every step, and the same weights and optimiser states, up to rounding."""
     for ours, theirs in zip(rows(two), rows(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    ours, theirs = (load_checkpoint(out / step_name(iterations)) for out in (two, one))
+    ours, theirs = (content(out / step_name(iterations)) for out in (two, one))
     assert ours["task"] == pytest.approx(theirs["task"])
     for name, network in theirs["networks"].items():
         for key, weight in network["weights"].items():
@@ -57,7 +57,7 @@ def assert_same_run(one: Path, two: Path, iterations: int) -> None:
     for number, state in theirs["optimizer"]["state"].items():
         assert ours["optimizer"]["state"][number]["step"] == state["step"]
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
-    assert load_checkpoint(two / BEST)["step"] == load_checkpoint(one / BEST)["step"]
+    assert read_checkpoint(two / BEST).state.step == read_checkpoint(one / BEST).state.step
 
 
 CASES = {
@@ -99,7 +99,7 @@ def _gradients(data: Path, *settings: str) -> dict[str, torch.Tensor | None]:
     """Return the gradients of a minibatch of which this process has a part, in float64 but for the loss."""
     torch.manual_seed(0)
     config = tiny_config(data, "ee", *settings)
-    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
+    engine = Network.new("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)).module.double().train()
     task = EngineTask(config, {"engine": engine})
     replicas = Replicas(task, list(engine.parameters()))
     dataset = open_train(data, make_plan=engine.planner(sharing=config.sharing, training=True))
@@ -180,7 +180,7 @@ def test_running_statistics_are_the_mean_over_the_processes_and_resume_to_the_sa
 
 def test_batch_norm_on_gpus_is_synchronised_except_in_an_engines_modules(data: Path, monkeypatch):
     config = tiny_config(data, "ee", *NORM, "engine.classifier_norm=true", "engine.module_norm=example")
-    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
+    engine = Network.new("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)).module
     before = engine.state_dict()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     synchronize_norms({"engine": engine})
@@ -234,7 +234,7 @@ def test_two_processes_of_which_one_is_signalled_stop_together_and_resume_to_the
 def _load_where_one_process_sees_an_older_run(out: Path) -> int:
     if rank() == 1:
         iep.models.checkpoint.step_checkpoints = lambda out: [out / step_name(2)]
-    return load_start(out).content["step"]
+    return load_start(out).state.step
 
 
 def test_all_processes_resume_from_the_checkpoint_that_the_first_finds(data: Path, tmp_path: Path):

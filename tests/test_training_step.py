@@ -14,7 +14,7 @@ from torch import nn
 from iep.config import read_config
 from iep.data.datasets import Batch, ClevrDataset
 from iep.data.question_file import Split, open_split
-from iep.models.build import build, network_kwargs
+from iep.models.network import Network
 from iep.program_generator.decode import sample
 from iep.training.freezing import freeze
 from iep.training.loop import RunData, Trainer, learning_rate
@@ -29,10 +29,9 @@ def small_joint(frozen: str | None = None, **settings: Any) -> JointTask:
     torch.manual_seed(0)
     given = [f"{name}={value}" for name, value in settings.items()]
     config = tiny_config(Path(), "joint", "batching=improved", *given)
-    kwargs = network_kwargs("generator", config.generator, VOCAB)
-    generator = build("generator", {**kwargs, "max_program_length": 6})
-    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
-    task = JointTask(config, {"generator": generator, "engine": engine})
+    generator = Network.new("generator", config.generator, VOCAB).with_program_length(6)
+    engine = Network.new("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))
+    task = JointTask(config, {"generator": generator.module, "engine": engine.module})
     freeze(task.networks, () if frozen is None else (frozen,))
     return task
 

@@ -23,7 +23,8 @@ from iep.cli.preprocess import main as preprocess
 from iep.cli.synth import main as synth
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
-from iep.models.checkpoint import DEFAULT_FILE, load_checkpoint, save_weights
+from iep.models.checkpoint import DEFAULT_FILE, Checkpoint, read_checkpoint, write_weights
+from iep.models.network import Packed
 from iep.programs import program_tree
 from iep.vocab import Vocab
 
@@ -41,18 +42,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("model", ["pg", "ee", "joint", "lstm"])
 def test_the_safetensors_file_of_a_run_has_the_networks_of_its_best_checkpoint(runs, model):
-    content, best = (load_checkpoint(runs[model] / f"best.{kind}") for kind in ("safetensors", "pt"))
-    assert {key: content[key] for key in ("model", "step", "vocab", "features")} == {
-        key: best[key] for key in ("model", "step", "vocab", "features")
-    }
+    held, best = (read_checkpoint(runs[model] / f"best.{kind}") for kind in ("safetensors", "pt"))
+    assert (held.vocab, held.recipe, held.run) == (best.vocab, best.recipe, None)
+    config = json.loads((runs[model] / "config.json").read_text())
+    assert (config["model"], config["step"]) == (model, best.state.step)
     tensors = load_file(runs[model] / "best.safetensors")
-    for name, packed in best["networks"].items():
-        assert content["networks"][name]["kwargs"] == json.loads(json.dumps(packed["kwargs"]))
-        for key, weight in packed["weights"].items():
+    for name, packed in best.networks.items():
+        assert held.networks[name].settings == json.loads(json.dumps(packed.settings))
+        for key, weight in packed.weights.items():
             assert torch.equal(tensors.pop(f"{name}.{key}"), weight)
     assert not tensors
     with safe_open(runs[model] / "best.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["iep"]) == json.loads((runs[model] / "config.json").read_text())
+        assert json.loads(file.metadata()["iep"]) == config
 
 
 def test_a_directory_with_nothing_but_the_safetensors_file_is_evaluated_and_asked_as_the_run(runs, tmp_path):
@@ -156,10 +157,10 @@ def test_what_cannot_be_asked_or_drawn_is_an_input_error_that_says_what_is_expec
 
 def test_weights_that_two_modules_share_are_saved_for_each(tmp_path):
     weight = torch.randn(3, 2).T
-    networks = {"engine": {"kwargs": {}, "weights": {"count.weight": weight, "exist.weight": weight}}}
-    save_weights(tmp_path, {"networks": networks, "features": {}, "vocab": {}})
-    found = load_checkpoint(tmp_path)["networks"]["engine"]["weights"]
-    assert found.keys() == networks["engine"]["weights"].keys()
+    networks = {"engine": Packed({}, {"count.weight": weight, "exist.weight": weight})}
+    write_weights(tmp_path, Checkpoint(tmp_path, networks, Vocab.clevr(), {}))
+    found = read_checkpoint(tmp_path).networks["engine"].weights
+    assert found.keys() == networks["engine"].weights.keys()
     assert all(torch.equal(each, weight) for each in found.values())
 
 

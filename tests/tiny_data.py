@@ -6,21 +6,25 @@ At the end, what the tests of commands share.
 """
 
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+import torch
 from click.testing import Result
+from torch import nn
 
-from iep.config import SECTIONS, Config, read_config
+from iep.config import SECTIONS, Config, read_config, to_dict
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.question_file import read_questions, split_files
 from iep.errors import InputError
-from iep.models.checkpoint import step_checkpoints
+from iep.models.checkpoint import BEST, FORMAT, step_checkpoints
+from iep.models.network import CLASSES
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
 
 CHANNELS, GRID = 3, 4
@@ -173,6 +177,21 @@ def tiny_config(data: Path, model: str, *settings: str) -> Config:
 def newest(out: Path) -> Path:
     """The newest numbered checkpoint of a run."""
     return step_checkpoints(out)[0]
+
+
+def content(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint, for a run directory that of the best one, as it is in the file."""
+    return torch.load(path / BEST if path.is_dir() else path, weights_only=True)
+
+
+def save_content(path: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint with some content."""
+    torch.save({"format": FORMAT, **content}, path)
+
+
+def build(name: str, settings: Mapping[str, Any]) -> nn.Module:
+    """Return a network with new weights, with the defaults of settings that are missing."""
+    return CLASSES[name](**to_dict(getattr(Config, name)) | dict(settings))
 
 
 def assert_one_error(result: Result, *expected: str, code: int = 1) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from iep.cli.train import main
 from iep.data.datasets import Batch
-from iep.models.checkpoint import load_checkpoint
+from iep.models.checkpoint import read_checkpoint
 from iep.runtime.records import METRICS
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask
@@ -27,7 +27,7 @@ def iep_train(*arguments: object) -> Result:
 
 def weights(checkpoint: Path, network: str) -> dict[str, Tensor]:
     """Return the weights of a network of a checkpoint."""
-    return load_checkpoint(checkpoint)["networks"][network]["weights"]
+    return dict(read_checkpoint(checkpoint).networks[network].weights)
 
 
 def rows(out: Path) -> list[dict[str, float]]:
@@ -44,9 +44,9 @@ def scalars(out: Path) -> dict[str, list[tuple[int, float]]]:
 
 def assert_same_training(actual: Path, expected: Path) -> None:
     """Check that two runs of an engine have about the same weights at the end, and as many updates of each."""
-    checkpoints = [load_checkpoint(newest(out)) for out in (actual, expected)]
-    assert_same(*(each["networks"]["engine"]["weights"] for each in checkpoints), 1e-3)
-    updates, others = ({key: each["step"] for key, each in it["optimizer"]["state"].items()} for it in checkpoints)
+    checkpoints = [read_checkpoint(newest(out)) for out in (actual, expected)]
+    assert_same(*(each.networks["engine"].weights for each in checkpoints), 1e-3)
+    updates, others = ({key: each["step"] for key, each in it.state.optimizer["state"].items()} for it in checkpoints)
     assert updates == others
 
 

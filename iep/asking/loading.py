@@ -6,8 +6,8 @@ likeliest way. Questions that are asked together run as one minibatch.
 Shapes: B questions, T question tokens, L program tokens, C H W features, A answers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -17,26 +17,19 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from iep.asking.answers import Answer, SeenImage, Words, read_each, read_program, read_question
-from iep.config import Evaluation
 from iep.data.datasets import Batch
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor, ranked
+from iep.evaluation.settings import NetworkSettings
 from iep.evaluation.symbolic import scene_of
+from iep.execution_engine.assembly import Running
 from iep.execution_engine.roles import tree_run
-from iep.models.build import BASELINES, FEATURE_SIDES, Network, check_features, place
-from iep.models.checkpoint import (
-    DEFAULT,
-    check_vocab,
-    checkpoints,
-    load_checkpoint,
-    save_weights,
-    unpack,
-    vocab_of,
-)
+from iep.models.assemble import assemble
+from iep.models.checkpoint import DEFAULT, Checkpoint, checkpoints, read_checkpoint, write_weights
+from iep.models.network import BASELINES, Network
 from iep.preprocess.backbones import Backbone, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import ImageLike, open_image
-from iep.runtime.devices import resolve_device
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import NULL, Vocab
 
@@ -47,8 +40,10 @@ class Model:
 
     path: Path
     """The checkpoint of the network that answers, for messages."""
-    networks: Mapping[str, Network]
-    """The networks by name; the one that answers is the last."""
+    answering: Network
+    """An execution engine or a baseline."""
+    generator: Network | None
+    """The program generator; None for a baseline, or if programs must be given."""
     predictor: Predictor
     vocab: Vocab
     backbone: Backbone | None
@@ -58,12 +53,12 @@ class Model:
     device: torch.device
 
     def __repr__(self) -> str:
-        found = f"{str(self.path)!r}, networks={[*self.networks]}, backbone={self.backbone}"
-        return f"Model({found}, device={str(self.device)!r})"
+        names = [network.name for network in self._networks]
+        return f"Model({str(self.path)!r}, networks={names}, backbone={self.backbone}, device={str(self.device)!r})"
 
     @property
-    def _answering(self) -> Network:
-        return [*self.networks.values()][-1]
+    def _networks(self) -> list[Network]:
+        return [network for network in (self.generator, self.answering) if network is not None]
 
     def see(self, image: ImageLike | None) -> SeenImage:
         """Compute the features of an image, which `ask` and `objects` take in place of the image.
@@ -82,7 +77,7 @@ class Model:
         pixels = open_image(image)
         features_1CHW, found = image_features(pixels, self.backbone, self.dtype, self.device)
         name = image if isinstance(image, str | PathLike) else "the image"
-        check_features(self._answering, features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
+        self.answering.check_shape(features_1CHW.shape[1:], f"{name}, by {_describe(self.backbone)}")
         return SeenImage(pixels, features_1CHW.to(self.device), found)
 
     @overload
@@ -205,9 +200,8 @@ class Model:
         """
         if checkpoints(Path(directory)):
             raise InputError(f"{directory}: already holds a run; choose another directory")
-        packed = {name: network.packed() for name, network in self.networks.items()}
-        content = {"networks": packed, "features": self._answering.recipe, "vocab": self.vocab.to_json()}
-        save_weights(Path(directory), content, half)
+        packed = {network.name: network.packed() for network in self._networks}
+        write_weights(Path(directory), Checkpoint(self.path, packed, self.vocab, self.answering.recipe), half)
 
 
 def load(
@@ -218,8 +212,8 @@ def load(
     *,
     backbone: Backbone | None = None,
     weights: str | None = None,
-    beam_size: int = Evaluation.beam_size,
-    max_program_length: int | None = Evaluation.max_program_length,
+    beam_size: int = NetworkSettings.beam_size,
+    max_program_length: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Model:
     """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
@@ -244,44 +238,67 @@ def load(
         InputError: a checkpoint cannot be used, two of them do not fit together, an argument does not apply to the
             networks, or `modules` differs from the checkpoint's.
     """
-    path, of_pg, on = Path(name), None if pg is None else Path(pg), resolve_device(device)
-    held = load_checkpoint(path)
-    vocab = vocab_of(held, path)
-    own = next((each for each in ("engine", *BASELINES) if each in held["networks"]), "engine")
+    running = Running(device)
+    checkpoint = read_checkpoint(name)
+    own = next((each for each in ("engine", *BASELINES) if each in checkpoint.networks), "engine")
     if own != "engine" and (pg is not None or modules is not None):
-        raise InputError(f"{path}: a baseline runs no program; {'modules' if pg is None else 'pg'} does not apply")
-    answering = unpack(held, own, path, modules)
-    networks = {own: answering}
-    if own == "engine" and (of_pg is not None or "generator" in held["networks"]):
-        source = of_pg or path
-        of_generator = held if source == path else load_checkpoint(source)
-        networks = {"generator": unpack(of_generator, "generator", source)} | networks
-        trained = vocab_of(of_generator, source)
-        vocab = Vocab(trained.question, vocab.program, vocab.answer)
-        check_vocab(trained, vocab, "generator", source, engine=path)
-    dtype = "float32"
-    if own not in FEATURE_SIDES:
-        if backbone is not None or weights is not None:
-            raise InputError(
-                f"{path}: reads no image; {'weights' if backbone is None else 'a backbone'} does not apply"
-            )
-    elif answering.recipe:
-        if backbone is not None:
-            made = f"records how its features were made (by {answering.recipe.get('backbone')})"
-            raise InputError(f"{path}: {made}; another backbone does not apply")
-        backbone, dtype = _recorded_backbone(answering.recipe, path, weights, say)
-    elif backbone is None:
-        backbone = ResNet(weights=weights or "default")  # that of Johnson et al. 2017, section 4.1
-        assumed = f"they are assumed to be {_describe(backbone)} (--backbone and the options after it change this)"
-        say(f"{path}: does not record how its features were made; {assumed}")
-    modules_of = {
-        name if name in ("generator", "engine") else "baseline": place(network.module, on).eval()
-        for name, network in networks.items()
-    }
+        option = "modules" if pg is None else "pg"
+        raise InputError(f"{checkpoint.path}: a baseline runs no program; {option} does not apply")
+    answering = checkpoint.network(own, modules)
+    generator, vocab = None, answering.vocab
+    if own == "engine" and (pg is not None or "generator" in checkpoint.networks):
+        generator = (checkpoint if pg is None else read_checkpoint(pg)).network("generator")
+        vocab = replace(vocab, question=generator.vocab.question)
+        generator.check_fits(vocab, engine=checkpoint.path)
+    networks = {network.name: network for network in (generator, answering) if network is not None}
+    assemble(networks, vocab, running)
     predictor = Predictor(
-        **modules_of, run_predicted=own == "engine", beam_size=beam_size, max_program_length=max_program_length
+        generator=None if generator is None else generator.module,
+        engine=answering.module if own == "engine" else None,
+        baseline=None if own == "engine" else answering.module,
+        run_predicted=own == "engine",
+        beam_size=beam_size,
+        max_program_length=max_program_length,
     )
-    return Model(path, networks, predictor, vocab, backbone, dtype, on)
+    backbone, dtype = _backbone_for(answering, backbone, weights, say)
+    return Model(checkpoint.path, answering, generator, predictor, vocab, backbone, dtype, running.main_device)
+
+
+def _backbone_for(
+    network: Network, given: Backbone | None, weights: str | None, say: Callable[[str], None]
+) -> tuple[Backbone | None, str]:
+    """Return the backbone of the features that a network reads, None if it reads none, and the dtype of the features.
+
+    Args:
+        given: the backbone that the user named.
+        weights: the file of weights that the user named.
+
+    Raises:
+        InputError: a backbone or weights were named that do not apply, or the checkpoint's recipe cannot be followed.
+    """
+    path, recipe = network.source, network.recipe
+    if not network.reads_features:
+        if given is not None or weights is not None:
+            option = "weights" if given is None else "a backbone"
+            raise InputError(f"{path}: reads no image; {option} does not apply")
+        return None, "float32"
+    if not recipe:
+        backbone = given
+        if backbone is None:
+            backbone = ResNet(weights=weights or "default")  # that of Johnson et al. 2017, section 4.1
+            assumed = f"they are assumed to be {_describe(backbone)} (--backbone and the options after it change this)"
+            say(f"{path}: does not record how its features were made; {assumed}")
+        return backbone, "float32"
+    if given is not None:
+        made = f"records how its features were made (by {recipe.get('backbone')})"
+        raise InputError(f"{path}: {made}; another backbone does not apply")
+    try:
+        backbone = backbone_of(recipe, weights)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    if weights is not None and backbone.recipe()["weights"] != recipe.get("weights"):
+        say(f"{path}: its features were made with {recipe.get('weights')}; {weights} is used in its place")
+    return backbone, str(recipe.get("dtype", "float32"))
 
 
 def _describe(backbone: Backbone) -> str:
@@ -290,20 +307,3 @@ def _describe(backbone: Backbone) -> str:
         return f"the backbone synth with {backbone.weights} weights"
     size = backbone.image_size
     return f"{backbone.name} to stage {backbone.stage}, {size}x{size} pixels, {backbone.weights} weights"
-
-
-def _recorded_backbone(
-    recipe: Mapping[str, object], path: Path, weights: str | None, say: Callable[[str], None]
-) -> tuple[Backbone, str]:
-    """Return the backbone and the dtype of the features that the `recipe` of a checkpoint records.
-
-    Raises:
-        InputError: the recipe cannot be followed.
-    """
-    try:
-        backbone = backbone_of(recipe, weights)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    if weights is not None and backbone.recipe()["weights"] != recipe.get("weights"):
-        say(f"{path}: its features were made with {recipe.get('weights')}; {weights} is used in its place")
-    return backbone, str(recipe.get("dtype", "float32"))

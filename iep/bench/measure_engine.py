@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from statistics import mean
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -18,10 +17,12 @@ from iep.bench.compare import MIN_SAMPLES, Benchmark, Case, Competitor, Fact, se
 from iep.bench.strategy import Strategy
 from iep.bench.workload import Minibatch, generated
 from iep.config import EngineConfig
+from iep.execution_engine.assembly import Running, fit_template, set_execution
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.parts import NONE, Sample, check_options, main_device
+from iep.execution_engine.parts import Sample
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.models.build import build, fit_template, network_kwargs, place, place_engine, set_execution
+from iep.models.assemble import assemble
+from iep.models.network import Network
 from iep.runtime.devices import autocast
 
 
@@ -99,18 +100,18 @@ def engine_benchmark(
     Raises:
         InputError: the engine cannot be built, placed or run as a strategy says.
     """
-    check_options(placement, devices, device)
-    first = main_device(placement, devices, device)
+    running = Running(device, placement, tuple(devices), memory_format=memory_format, training="train" in phases)
+    first = running.main_device
     largest = max(batch_sizes)
     workload = generated(max(largest, MIN_SAMPLES), questions_per_image, feature_shape, largest, seed)
     sample = Sample(workload.programs_QL, workload.image_idxs_Q, "the generated questions")
-    kwargs = network_kwargs("engine", config, workload.vocab, feature_shape)
-    engine: Any = place(build("engine", kwargs), first, memory_format)
+    network = Network.new("engine", config, workload.vocab, feature_shape)
+    assemble({"engine": network}, workload.vocab, running, sample=sample)
+    engine = network.module
+    for each in strategies:
+        run_by = replace(running, execution=each.execution, precision=each.precision, defer_weight_grads=each.defer)
+        set_execution(engine, run_by)
     description = f"programs of iep-synth's questions, {questions_per_image} an image, seed {seed}"
-    if placement != NONE:
-        description += "\n" + place_engine(engine, placement, devices, sample, memory_format)
-    for strategy in strategies:
-        set_execution(engine, strategy.execution, first, strategy.precision, strategy.defer, training="train" in phases)
 
     def case(size: int, phase: str) -> Case:
         """Return the comparison of all strategies on minibatches of `size` questions."""

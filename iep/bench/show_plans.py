@@ -6,7 +6,7 @@ of example 2. A node that several tokens share has the name of the first. No mod
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from iep.errors import InputError, nearest
 from iep.evaluation.json_report import align_rows
 from iep.execution_engine.parts import NONE, Sample, check_options, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.models.build import build, network_kwargs
+from iep.models.network import Network
 from iep.programs import SCENE
 from iep.vocab import Vocab
 
@@ -97,7 +97,7 @@ def show_plans(
         programs_BL, image_idxs_B = questions.programs, questions.image_idxs
     with torch.device("meta"):
         config = EngineConfig(modules=modules, scene=scene)
-        engine: Any = build("engine", network_kwargs("engine", config, vocab, FEATURE_SHAPE))
+        engine = Network.new("engine", config, vocab, FEATURE_SHAPE).module
     if placement != NONE:
         sample = Sample(programs_BL, image_idxs_B, "these programs")
         engine.placement, placed = make_placement(placement, devices, engine, sample)

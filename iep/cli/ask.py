@@ -20,7 +20,7 @@ from iep.cli.options import (
     modules_option,
     network_options,
 )
-from iep.config import Evaluation
+from iep.config import Config
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 @click.option("--serve", is_flag=True, help="Show a page to ask in, in the browser (pip install 'iep[web]').")
 @click.option("--port", type=click.IntRange(1, 65535), default=7860, show_default=True, help="Port of --serve.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line for each question.")
-@click.option("--device", default=Evaluation.device, show_default=True, help="Device: auto, cpu, cuda, cuda:1, ...")
+@click.option("--device", default=Config.device, show_default=True, help="Device: auto, cpu, cuda, cuda:1, ...")
 @backbone_options
 def main(
     image: Path | None,

@@ -18,10 +18,16 @@ from iep.cli.options import (
     modules_option,
     network_options,
 )
-from iep.config import PROGRAM_SOURCES, SCORED, SYMBOLIC, Evaluation
+from iep.config import PROGRAM_SOURCES, Config
+from iep.evaluation.settings import SYMBOLIC, AnswerSettings, NetworkSettings, Selection, SymbolicSettings
 
-OF_OUTPUTS = {"out", "report_dir", "images", "name", "others"}
+SELECTION = {"data", "split", "families", "skip_samples", "num_samples"}
+"""The options of the questions."""
+OUTPUT = {"out", "report_dir", "images", "name", "others"}
 """The options of what is written and shown."""
+GENERATOR = {"pg", "beam_size", "max_program_length", "batch_size", "workers", "device"}
+ENGINE = {"ee", "modules", "programs", "batching", "sharing", "execution", "precision", "placement", "devices"}
+READING = {"batch_size", "workers", "device", "features_in_memory"}
 
 
 @click.command(cls=Command)
@@ -47,7 +53,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "name", "others"}
     "this package, a .safetensors file, or a checkpoint or run directory of iep-train --model backbone.",
 )
 @click.option("--scenes", type=PATH, metavar="CLEVR_DIR", help="Directory in CLEVR's layout with images and scenes.")
-@click.option("--split", help=f"Split to evaluate on.  [default: {Evaluation.split}]")
+@click.option("--split", help=f"Split to evaluate on.  [default: {Selection.split}]")
 @click.option(
     "--programs",
     type=click.Choice(PROGRAM_SOURCES),
@@ -56,7 +62,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "name", "others"}
 @execution_options
 @decoding_options
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
+    "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {NetworkSettings.batch_size}]"
 )
 @click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions, after --families.")
 @click.option(
@@ -67,7 +73,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "name", "others"}
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
-    help=f"Processes that read and plan batches; 0 for the main process.  [default: {Evaluation.workers}]",
+    help=f"Processes that read and plan batches; 0 for the main process.  [default: {Config.workers}]",
 )
 @click.option(
     "--out",
@@ -115,37 +121,29 @@ def main(
     if scenes is not None or (options["backbone"] is not None and not is_symbolic):
         _evaluate_backbone(options["backbone"], scenes, options)
         return
-    if options["answers"] is not None:
-        _only("--answers", SCORED | OF_OUTPUTS)
-    elif options["questions"] is not None:
-        raise click.UsageError("--questions is for --answers FILE; networks need --data DIR")
-    if options["questions"] is not None:
-        _only("--questions", (SCORED | OF_OUTPUTS) - {"data", "split", "families"})
-    elif options["data"] is None:
-        what = "--questions FILE with --answers, or --backbone and --scenes"
-        raise click.UsageError(f"give --data DIR, a directory written by iep-preprocess, or {what}")
+    _check_options(options, is_symbolic)
     if report_dir is None and not (is_symbolic or options["images"] is None):
         raise click.UsageError("--images is for the HTML report and for --ee symbolic: give one of them too")
-    if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):
-        raise click.UsageError("--beam-size and --max-program-length are for a program generator: give --pg CKPT")
     # Imported late: `--help` should not wait for torch.
     from iep.evaluation.html_report import PAGE, ReportOptions
     from iep.evaluation.json_report import Report, format_table, is_report, read_report
     from iep.evaluation.outcome import OUTPUTS, REPORT
+    from iep.evaluation.question_cards import Pictures
     from iep.evaluation.run_evaluation import evaluate
     from iep.runtime.distributed import is_main, joined
     from iep.runtime.locks import alone_in
 
-    options |= device_settings(options)
-    settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
-    questions = {name: getattr(settings, name) for name in SCORED}
+    settings = _settings(options, is_symbolic)
     earlier: list[tuple[str, Any]] = [
         (label, read_report(path / REPORT if path.is_dir() else path))
         if path.is_dir() or is_report(path)
-        else (label, evaluate(Evaluation(**questions | {"answers": path})))
+        else (label, evaluate(_answer_settings(options | {"answers": path})))
         for label, path in others
     ]
-    page = None if report_dir is None else ReportOptions(report_dir, name, tuple(earlier))
+    page = None
+    if report_dir is not None:
+        images, split = options["images"], options["split"] or Selection.split
+        page = ReportOptions(report_dir, name, tuple(earlier), None if images is None else Pictures(images, split))
 
     def show(report: Report) -> None:
         click.echo(format_table([*earlier, (name, report)]))
@@ -167,6 +165,65 @@ def main(
         click.echo(f"Wrote {', '.join(str(out / name) for name in OUTPUTS if (out / name).exists())}")
     if report_dir is not None:
         click.echo(f"Wrote {report_dir / PAGE}")
+
+
+def _check_options(options: dict[str, Any], is_symbolic: bool) -> None:
+    """Check that there are questions, and that no option is given that this kind of evaluation does not have.
+
+    Raises:
+        click.UsageError: an option is missing, or would have no effect.
+    """
+    if options["questions"] is not None and options["answers"] is None:
+        raise click.UsageError("--questions is for --answers FILE; networks need --data DIR")
+    if options["answers"] is not None:
+        _only("--answers", {"answers", "questions", *SELECTION, *OUTPUT})
+        if options["questions"] is not None:
+            _only("--questions", {"answers", "questions", "skip_samples", "num_samples", *OUTPUT})
+    elif is_symbolic:
+        generator = {"batch_size", "beam_size", "max_program_length"} if options["pg"] is None else set()
+        used = {"ee", "programs", "backbone", *GENERATOR, *SELECTION, *OUTPUT} - generator
+        _only("--ee symbolic" + (" without --pg" if generator else ""), used)
+    elif options["baseline"] is not None:
+        _only("--baseline", {"baseline", "precision", *READING, *SELECTION, *OUTPUT})
+    elif options["ee"] is not None:
+        used = {*ENGINE, *READING, *SELECTION, *OUTPUT}
+        if options["pg"] is None:
+            _only("--ee without --pg", used)
+        else:
+            _only("--ee", used | GENERATOR)
+    elif options["pg"] is not None:
+        _only("--pg without --ee", {*GENERATOR, *SELECTION, *OUTPUT})
+    if options["data"] is None and options["questions"] is None:
+        what = "--questions FILE with --answers, or --backbone and --scenes"
+        raise click.UsageError(f"give --data DIR, a directory written by iep-preprocess, or {what}")
+
+
+def _settings(options: dict[str, Any], is_symbolic: bool) -> AnswerSettings | SymbolicSettings | NetworkSettings:
+    """Return the settings of the kind of evaluation that the options ask for.
+
+    Raises:
+        click.UsageError: `--ee symbolic` has no images.
+        InputError: there is nothing to evaluate, or two options contradict each other.
+    """
+    if options["answers"] is not None:
+        return _answer_settings(options)
+    given = {key: value for key, value in (options | device_settings(options)).items() if value is not None}
+    selection = Selection(**{key: value for key, value in given.items() if key in SELECTION})
+    if is_symbolic:
+        if options["images"] is None:
+            raise click.UsageError("--ee symbolic needs images: give --images CLEVR_DIR")
+        used = {"images", "backbone", "programs", *GENERATOR}
+        return SymbolicSettings(selection, **{key: value for key, value in given.items() if key in used})
+    used = {"baseline", *ENGINE, *GENERATOR, *READING}
+    return NetworkSettings(selection, **{key: value for key, value in given.items() if key in used})
+
+
+def _answer_settings(options: dict[str, Any]) -> AnswerSettings:
+    """Return the settings of an evaluation of the file that `--answers` names."""
+    given = {key: options[key] for key in SELECTION if options[key] is not None}
+    if options["questions"] is None:
+        return AnswerSettings(options["answers"], Selection(**given))
+    return AnswerSettings(options["answers"], questions=options["questions"], **given)
 
 
 def _only(flag: str, used: Set[str]) -> None:
@@ -197,7 +254,7 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
     from iep.runtime.distributed import by_main, is_main, joined
 
     def scores() -> str:
-        split, device = options["split"] or Evaluation.split, resolve_device(options["device"] or Evaluation.device)
+        split, device = options["split"] or Selection.split, resolve_device(options["device"] or Config.device)
         return evaluate_backbone(Scenes(backbone), scenes, split, options["num_samples"], device)
 
     with joined():

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.config import BATCHING, PRECISIONS, Config, Evaluation
+from iep.config import BATCHING, PRECISIONS, Config
+from iep.evaluation.settings import NetworkSettings
 from iep.execution_engine.choices import EXECUTIONS, PLACEMENTS
 from iep.preprocess.backbone_choices import RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 
@@ -104,7 +105,7 @@ decoding_options = all_of(
     click.option(
         "--beam-size",
         type=click.IntRange(min=1),
-        help=f"Beam size for decoding programs; 1 decodes greedily.  [default: {Evaluation.beam_size}]",
+        help=f"Beam size for decoding programs; 1 decodes greedily.  [default: {NetworkSettings.beam_size}]",
     ),
     click.option(
         "--max-program-length",

@@ -39,7 +39,7 @@ from iep.runtime.locks import alone_in
 from iep.runtime.reading import read_yaml
 
 if TYPE_CHECKING:
-    from iep.models.checkpoint import Saved
+    from iep.models.checkpoint import Checkpoint
 
 SECTIONS = {
     "Model and data": [
@@ -215,7 +215,7 @@ def main(
             click.echo(f"{out}: already trained to iteration {config.iterations} or further; nothing to do")
 
 
-def _resolve(out: Path | None, start: "Saved | None", given: Given, file: Path | None) -> Config:
+def _resolve(out: Path | None, start: "Checkpoint | None", given: Given, file: Path | None) -> Config:
     """Return the given settings over those of the run to resume, or over the defaults.
 
     Args:
@@ -231,7 +231,7 @@ def _resolve(out: Path | None, start: "Saved | None", given: Given, file: Path |
     if out is not None and (out / CONFIG).exists():
         base = begun = saved_config(read_yaml(out / CONFIG), str(out / CONFIG))
     if start is not None:
-        base = saved_config(start.content["config"], str(start.path))
+        base = saved_config(start.state.config, str(start.path))
     is_asynchronous = overridden(base, given).asynchronous
     # Unlike other devices, the workers of asynchronous training on the CPU exist on every machine.
     places = begun if is_asynchronous and {*begun.devices} == {"cpu"} else Config()

@@ -40,11 +40,13 @@ class ReportOptions:
         directory: where `report.html` is written.
         name: the name of the evaluation.
         others: earlier reports to show beside it, by name.
+        pictures: the images of the split; None for a report without pictures.
     """
 
     directory: Path
     name: str = "model"
     others: tuple[tuple[str, Report], ...] = ()
+    pictures: Pictures | None = None
 
 
 def write_page(
@@ -52,7 +54,6 @@ def write_page(
     outcome: Outcome,
     report: Report,
     settings: Mapping[str, Any],
-    pictures: Pictures | None,
     notes: Sequence[str] = (),
     maps: Maps | None = None,
 ) -> None:
@@ -60,7 +61,6 @@ def write_page(
 
     Args:
         settings: the evaluation's settings, to be shown.
-        pictures: the images of the split; None for a report without.
         notes: lines to be shown above everything.
         maps: where each function of a question's program looked, by the question's row; None if no engine answers.
 
@@ -79,8 +79,8 @@ def write_page(
         by_type=_by_type(outcome, [other for _, other in others]),
         others=[(name, _note(other, report)) for name, other in others],
         by_family=_by_family(outcome),
-        cards=question_cards(outcome.select(rows_R), pictures, maps and (lambda row: maps(int(rows_R[row])))),
-        pictures=pictures,
+        cards=question_cards(outcome.select(rows_R), page.pictures, maps and (lambda row: maps(int(rows_R[row])))),
+        pictures=page.pictures,
     )
     # A vocabulary may contain a token that is not UTF-8 text.
     write_bytes(page.directory / PAGE, text.encode(errors="replace"))

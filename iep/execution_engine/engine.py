@@ -83,7 +83,7 @@ class ExecutionEngine(nn.Module):
         self._executions: dict[str, Execution] = {"calls": run_calls, "triton": run_kernels}
         """The ways to run module calls, by name. `set_template` adds CUDA graphs."""
         self.placement: Placement | None = None
-        """The device of each part; None if all are on one device. `iep.models.build.place_engine` sets it."""
+        """The device of each part; None if all are on one device. `assembly.prepare` sets it."""
         self.shared: nn.Module | None = getattr(self.module_set, "shared", None)
         """The module that all functions share, such as the block of the set `vector`; None for most sets."""
         self._op_groups: dict[bool, dict[int, int]] = {}

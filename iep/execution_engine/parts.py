@@ -2,7 +2,7 @@
 
 To place the parts is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is
 plain data. It is made before the run from the names of the parts, or from the work that programs give them, and its
-devices need not be available at that time. `iep.models.build.place_engine` moves the parts, `iep/batching/placement.py`
+devices need not be available at that time. `assembly.py` moves the parts, `iep/batching/placement.py`
 plans the copies between devices, and `engine.py` runs them.
 
 Shapes: Q programs, L program tokens.
@@ -21,7 +21,6 @@ from iep.errors import InputError
 from iep.execution_engine.choices import PLACEMENTS
 from iep.execution_engine.roles import module_graph, result_kind
 from iep.programs import SCENE
-from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
 
 STEM, CLASSIFIER = "stem", "classifier"
@@ -94,16 +93,6 @@ def check_options(placement: str, devices: Sequence[str], device: str = "auto", 
             torch.device(name)
         except RuntimeError:
             raise InputError(f"--devices: invalid device {name!r}, expected names such as cpu or cuda:0") from None
-
-
-def main_device(placement: str, devices: Sequence[str], device: str) -> torch.device:
-    """Return the device of the batches and of everything that is not placed: `device`, or the first of `devices`.
-
-    Raises:
-        InputError: a device is not available.
-    """
-    first, *_ = [resolve_device(name) for name in (devices if placement != NONE else [device])]
-    return first
 
 
 def make_placement(option: str, devices: Sequence[str], engine: Any, sample: Sample) -> tuple[Placement, str]:

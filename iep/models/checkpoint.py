@@ -1,8 +1,10 @@
-"""Networks and the state of runs <-> files, written whole or not at all and loaded without executing anything in them.
+"""Networks and the state of a run <-> files, written whole or not at all and loaded without executing anything in them.
 
-A run's checkpoints, `step-N.pt` and `best.pt`, hold plain containers and tensors: weights and constructor arguments of
-its networks, optimiser, step, settings, vocabulary, and how the features that it was trained on were made of images.
-They hold no random states, because the random numbers of a step are a function of the seed and the step.
+`read_checkpoint` reads every source of networks into a `Checkpoint`, and finds all that can be wrong with a file.
+
+A run's checkpoints, `step-N.pt` and `best.pt`, hold plain containers and tensors: weights and settings of its networks,
+vocabulary, how the features that it was trained on were made of images, and the state of the run. They hold no random
+states, because the random numbers of a step are a function of the seed and the step.
 
 `best.safetensors` holds the best networks without the state of the run. It is complete: its metadata has everything
 except the weights, as JSON. Other programs can read its tensors, and it is what a repository on the Hugging Face Hub
@@ -20,7 +22,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -31,7 +32,7 @@ from safetensors.torch import save
 
 from iep.errors import InputError, nearest
 from iep.execution_engine.choices import check_named
-from iep.models.build import BASELINES, DESCRIPTIONS, Network, build, place, with_defaults
+from iep.models.network import BASELINES, CLASSES, DESCRIPTIONS, Network, Packed
 from iep.models.original import from_original, is_original, safe_globals
 from iep.runtime.files import write_bytes, write_json
 from iep.runtime.reading import reading
@@ -47,14 +48,98 @@ _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The content of a checkpoint and where it was found."""
+class RunState:
+    """The state of a run, from which it resumes."""
+
+    step: int
+    """The number of steps that are done."""
+    config: Mapping[str, Any]
+    """The settings, as `iep.config.settings_of` returns them."""
+    validation_due: bool
+    """The last step must be followed by a validation that is not done yet."""
+    best: float
+    """The best validation score so far; -1 before the first validation."""
+    best_step: int
+    """The step of the best checkpoint."""
+    sums: Mapping[str, float]
+    """The sums of the metrics over the steps since the last row of metrics."""
+    task: Mapping[str, float]
+    """The numbers that the task carries from step to step."""
+    optimizer: Mapping[str, Any]
+    """The state of the optimiser, as PyTorch returns it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Networks that were read from a file, or that will be written to one.
+
+    The values have been checked, except that weights may not fit the settings of their network; `network` checks this.
+    """
 
     path: Path
-    content: dict[str, Any]
+    """The file or the run directory, as the user named it, for messages."""
+    networks: Mapping[str, Packed]
+    vocab: Vocab
+    recipe: Mapping[str, Any]
+    """How the features that the networks were trained on were made of images; empty if this is not known."""
+    run: RunState | None = None
+    """None in `best.safetensors` and in a file of the original toolkit."""
+
+    @property
+    def state(self) -> RunState:
+        """The state of the run of a checkpoint that `read_newest` returned."""
+        assert self.run is not None
+        return self.run
+
+    def packed(self, name: str) -> Packed:
+        """Return what the checkpoint stores of the network `name`.
+
+        Raises:
+            InputError: the checkpoint does not hold this network.
+        """
+        if name not in self.networks:
+            found = ", ".join(DESCRIPTIONS.get(each, each) for each in self.networks) or "no network"
+            raise InputError(f"{self.path}: holds {found}, expected a checkpoint with {DESCRIPTIONS[name]}")
+        return self.networks[name]
+
+    def network(self, name: str, modules: str | None = None) -> Network:
+        """Return the network `name`; `baseline` is a baseline of any kind.
+
+        Args:
+            modules: the class of another package, such as `mypackage.modules:Gated`, that may be imported as an
+                engine's set of modules; it must be that of the checkpoint. With None, the set must be one of this
+                package.
+
+        Raises:
+            InputError: the checkpoint does not hold the network, its set of modules is not the one named, its settings
+                are invalid, or its weights do not fit them or are not finite.
+        """
+        if name == "baseline":
+            name = next((each for each in self.networks if each in BASELINES), name)
+        packed, what = self.packed(name), DESCRIPTIONS[name]
+        if name == "engine":
+            check_named(packed.settings.get("modules"), modules, self.path)
+        try:
+            with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, take no random numbers
+                module: Any = CLASSES[name](**packed.settings)
+        except Exception as error:  # settings of a wrong type can fail in any way
+            raise InputError(f"{self.path}: {what} cannot be built: {_short(error)}") from None
+        try:
+            module.load_state_dict(packed.weights)
+        except RuntimeError as error:
+            raise InputError(f"{self.path}: the weights do not fit the settings of {what} ({_short(error)})") from None
+        for key, value in module.state_dict().items():
+            if not (is_good := value.isfinite()).all():  # every answer would be NaN or the first one
+                bad = value[~is_good][0].item()
+                raise InputError(f"{self.path}: {key} of {what} holds {bad}, expected finite numbers")
+        return Network(name, module, packed.settings, self.vocab, self.recipe, self.path)
 
 
-# What a checkpoint holds
+def _short(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()), 300, placeholder=" ...")
+
+
+# The content of a file
 
 
 def _is_mapping(value: Any, of: Callable[[Any], bool] = lambda _: True) -> bool:
@@ -109,8 +194,12 @@ def _check(content: Mapping[str, Any], rules: Rules, where: str = "") -> None:
             raise InputError(f"{where}{key} is {content[key]!r:.40}, expected {expected}")
 
 
-def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a file after checking that everything is there and of the right type.
+def _check_weights(name: str, weights: Mapping[str, Any]) -> None:
+    _check(weights, dict.fromkeys(weights, TENSOR), f"networks.{name}.weights.")
+
+
+def _parsed(path: Path, content: Mapping[str, Any]) -> Checkpoint:
+    """Return the checkpoint in the content of a file after checking that everything is there and of the right type.
 
     Raises:
         InputError: a key is missing, or its value is not what is expected.
@@ -118,12 +207,15 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
     _check(content, CONTENT)
     for name, network in content["networks"].items():
         _check(network, NETWORK, f"networks.{name}.")
-        _check(network["weights"], dict.fromkeys(network["weights"], TENSOR), f"networks.{name}.weights.")
+        _check_weights(name, network["weights"])
+    run = None
     if "optimizer" in content:
         _check(content, STATE)
         for number, state in content["optimizer"]["state"].items():
             _check(state, PARAMETER, f"optimizer.state.{number}.")
-    return content
+        run = RunState(**{key: content[key] for key in STATE})
+    networks = {name: Packed(each["kwargs"], each["weights"]) for name, each in content["networks"].items()}
+    return Checkpoint(path, networks, Vocab.from_json(content["vocab"], "vocabulary"), content["features"], run)
 
 
 # Files
@@ -151,19 +243,31 @@ def remove_old(out: Path, keep: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` (plain containers and tensors) to `path`, whole or not at all.
+def write_checkpoint(checkpoint: Checkpoint) -> None:
+    """Write the networks and the state of a run to the checkpoint's path, whole or not at all.
 
     Raises:
-        OSError: the file cannot be written, as on a full disk; the previous file at `path` is unchanged.
+        OSError: the file cannot be written, as on a full disk; the previous file is unchanged.
     """
+    run = checkpoint.state
+    content = {
+        "format": FORMAT,
+        "model": run.config["model"],
+        **vars(run),
+        "vocab": checkpoint.vocab.to_json(),
+        "features": dict(checkpoint.recipe),
+        "networks": {
+            name: {"kwargs": dict(packed.settings), "weights": packed.weights}
+            for name, packed in checkpoint.networks.items()
+        },
+    }
     buffer = io.BytesIO()
-    torch.save({"format": FORMAT, **content}, buffer)
-    write_bytes(path, buffer.getvalue())
+    torch.save(content, buffer)
+    write_bytes(checkpoint.path, buffer.getvalue())
 
 
-def save_weights(directory: Path, content: Mapping[str, Any], half: bool = False) -> None:
-    """Write the networks of a checkpoint's `content` to `best.safetensors` and `config.json` in a directory.
+def write_weights(directory: Path, checkpoint: Checkpoint, half: bool = False) -> None:
+    """Write the networks of a checkpoint to `best.safetensors` and `config.json` in a directory.
 
     A tensor has the name of its network before its own, such as `engine.stem.0.weight`.
 
@@ -173,36 +277,37 @@ def save_weights(directory: Path, content: Mapping[str, Any], half: bool = False
     Raises:
         OSError: a file cannot be written; the previous file is unchanged.
     """
-    networks = content["networks"]
     weights = {
         f"{name}.{key}": value.clone(memory_format=torch.contiguous_format)  # the library refuses shared memory
-        for name, packed in networks.items()
-        for key, value in packed["weights"].items()
+        for name, packed in checkpoint.networks.items()
+        for key, value in packed.weights.items()
     }
     if half:
         weights = {name: value.half() if value.is_floating_point() else value for name, value in weights.items()}
+    run = checkpoint.run
+    progress = {} if run is None else {"model": run.config["model"], "step": run.step, "best": run.best}
     config = {
         "format": WEIGHTS_FORMAT,
-        **{key: content[key] for key in ("model", "step", "best") if key in content},
-        "networks": {name: dict(packed["kwargs"]) for name, packed in networks.items()},
-        "features": content["features"],
-        "vocab": content["vocab"],
+        **progress,
+        "networks": {name: dict(packed.settings) for name, packed in checkpoint.networks.items()},
+        "features": dict(checkpoint.recipe),
+        "vocab": checkpoint.vocab.to_json(),
     }
     write_bytes(directory / WEIGHTS, save(weights, {"iep": json.dumps(config)}))
     write_json(directory / WEIGHTS_CONFIG, config, indent=1)
 
 
-def load_checkpoint(path: Path | str) -> dict[str, Any]:
-    """Return the content of a checkpoint, with tensors on the CPU.
+def read_checkpoint(path: Path | str) -> Checkpoint:
+    """Read a checkpoint, with tensors on the CPU.
 
     For a run directory, this is its best checkpoint, or otherwise its newest; `default` names the networks that come
     with the package. A checkpoint of the original toolkit is converted by `iep.models.original.from_original`.
 
     Raises:
-        InputError: the file is missing (suggests a similar name), truncated or not a checkpoint, or holds more than
-            plain data.
+        InputError: the file is missing (suggests a similar name), truncated or not a checkpoint, holds more than plain
+            data, or lacks something or holds it in another type (names it).
     """
-    path = Path(path)
+    given = path = Path(path)
     if path.is_dir():
         found = [each for each in (path / BEST, *step_checkpoints(path), path / WEIGHTS) if each.exists()]
         if not found:
@@ -212,18 +317,21 @@ def load_checkpoint(path: Path | str) -> dict[str, Any]:
     with reading(path, "a whole checkpoint file"):
         if not path.exists():
             if str(path) == DEFAULT:
-                return _read_weights(DEFAULT_FILE)
+                return _parsed(given, _read_weights(DEFAULT_FILE))
             beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
             if hint := nearest(path.name, [*beside, DEFAULT]):
                 raise InputError(f"no such file{hint}")
         if path.suffix == SAFETENSORS:
-            return _read_weights(path)
+            return _parsed(given, _read_weights(path))
         content = _read(path)
         if is_original(content):
-            return _checked(from_original(content))
+            networks, vocab = from_original(content)
+            for name, packed in networks.items():
+                _check_weights(name, packed.weights)
+            return Checkpoint(given, networks, vocab, {})
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise InputError(f"not a checkpoint of this toolkit, expected format {FORMAT}")
-        return _checked(content)
+        return _parsed(given, content)
 
 
 def _read(path: Path) -> Any:
@@ -256,11 +364,11 @@ def _read_weights(path: Path) -> dict[str, Any]:
     for name, weight in weights.items():
         network, _, key = name.partition(".")
         networks.setdefault(network, {"weights": {}})["weights"][key] = weight
-    return _checked(config | {"networks": networks})
+    return config | {"networks": networks}
 
 
-def load_newest(out: Path) -> Saved | None:
-    """Return the newest checkpoint of the run in `out`, to resume from, or None if there is no checkpoint.
+def read_newest(out: Path) -> Checkpoint | None:
+    """Read the newest checkpoint of the run in `out`, to resume from, or None if there is no checkpoint.
 
     Raises:
         InputError: it is damaged or not the checkpoint of a run (names the one before it, if any).
@@ -268,113 +376,10 @@ def load_newest(out: Path) -> Saved | None:
     if not (found := checkpoints(out)):
         return None
     try:
-        content = load_checkpoint(found[0])
+        newest = read_checkpoint(found[0])
     except InputError as error:
         advice = f"; remove it to resume from {found[1].name}" if len(found) > 1 else ""
         raise InputError(f"{error}{advice}") from None
-    if "optimizer" not in content:
+    if newest.run is None:
         raise InputError(f"{found[0]}: of the original toolkit; a run can start from it, but not resume from it")
-    return Saved(found[0], content)
-
-
-# Networks
-
-
-def kwargs_of(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> dict[str, Any]:
-    """Return the constructor arguments of the network `name` of a loaded checkpoint.
-
-    Raises:
-        InputError: the checkpoint does not hold this network.
-    """
-    packed = checkpoint["networks"]
-    if name not in packed:
-        found = ", ".join(DESCRIPTIONS.get(each, each) for each in packed) or "no network"
-        raise InputError(f"{path}: holds {found}, expected a checkpoint with {DESCRIPTIONS[name]}")
-    return with_defaults(name, packed[name]["kwargs"])
-
-
-def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: str | None = None) -> Network:
-    """Return the network `name` of a loaded checkpoint.
-
-    Args:
-        modules: the class of another package, such as `mypackage.modules:Gated`, that may be imported as an engine's
-            set of modules; it must be that of the checkpoint. With None, the set must be one of this package.
-
-    Raises:
-        InputError: the checkpoint does not hold this network, its set of modules is not the one named, its arguments
-            are invalid, or its weights do not fit them or are not finite.
-    """
-    kwargs, what = kwargs_of(checkpoint, name, path), DESCRIPTIONS[name]
-    if name == "engine":
-        check_named(kwargs["modules"], modules, path)
-    try:
-        with torch.random.fork_rng(devices=[]):  # the initial weights, which are replaced, take no random numbers
-            module = build(name, kwargs)
-    except Exception as error:  # arguments of a wrong type can fail in any way
-        cannot = "" if isinstance(error, InputError) else f"{what} cannot be built: "
-        raise InputError(f"{path}: {cannot}{_short(error)}") from None
-    try:
-        module.load_state_dict(checkpoint["networks"][name]["weights"])
-    except RuntimeError as error:
-        raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
-    for key, value in module.state_dict().items():
-        if not (is_good := value.isfinite()).all():  # every answer would be NaN or the first one
-            raise InputError(f"{path}: {key} of {what} holds {value[~is_good][0].item()}, expected finite numbers")
-    return Network(name, module, kwargs, checkpoint.get("features", {}))
-
-
-def _short(error: Exception) -> str:
-    return shorten(" ".join(str(error).split()), 300, placeholder=" ...")
-
-
-def load_network(
-    path: Path | str, name: str, vocab: Vocab, device: torch.device, modules: str | None = None
-) -> Network:
-    """Return the network `name` of the checkpoint at `path`, in evaluation mode; `baseline` is a baseline of any kind.
-
-    `modules` is as for `unpack`.
-
-    Raises:
-        InputError: the checkpoint is missing or damaged, does not hold the network, was trained with another
-            vocabulary, or cannot be unpacked.
-    """
-    checkpoint = load_checkpoint(path)
-    if name == "baseline":
-        name = next((held for held in checkpoint["networks"] if held in BASELINES), name)
-    network = unpack(checkpoint, name, path, modules)
-    check_vocab(vocab_of(checkpoint, path), vocab, name, path)
-    place(network.module, device).eval()
-    return network
-
-
-def vocab_of(checkpoint: Mapping[str, Any], path: Path | str) -> Vocab:
-    """Return the vocabulary of a loaded checkpoint.
-
-    Raises:
-        InputError: it is not a vocabulary.
-    """
-    return Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)")
-
-
-def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engine: Path | None = None) -> None:
-    """Check that two vocabularies are equal in the tokens that the network `name` depends on.
-
-    Args:
-        engine: the checkpoint of an engine that the `given` vocabulary is of; None if it is that of the data.
-
-    Raises:
-        InputError: they differ (names the first index where they do, and for data how to make them fit).
-    """
-    kinds = {"generator": ("question", "program"), "engine": ("program", "answer")}.get(name, ("question", "answer"))
-    for kind in kinds:
-        ours, theirs = getattr(trained, kind), getattr(given, kind)
-        if ours == theirs:
-            continue
-        pairs = enumerate(zip_longest(ours, theirs))
-        index, tokens = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-        there, here = ("missing" if token is None else repr(token) for token in tokens)
-        unknown = " --encode-unk" if kind == "question" else ""
-        where = engine or f"the data; preprocess them with --vocab {path}{unknown}"
-        raise InputError(
-            f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {where}"
-        )
+    return newest

@@ -1,4 +1,4 @@
-"""A checkpoint of the original IEP toolkit -> the content of a checkpoint of this one.
+"""A checkpoint of the original IEP toolkit -> the networks of a checkpoint of this one.
 
 The original toolkit saves a dictionary by torch. For each of `program_generator`, `execution_engine` and `baseline` it
 holds the constructor's arguments (`_kwargs`) and the weights (`_state`), both None if there is no such network. It also
@@ -12,7 +12,7 @@ from typing import Any
 
 from iep.config import CnnLstmConfig, CnnLstmSaConfig, EngineConfig, GeneratorConfig, LstmConfig, update
 from iep.errors import InputError, nearest
-from iep.models.build import network_kwargs
+from iep.models.network import Packed, settings_of_network
 from iep.vocab import END, NULL, START, Vocab
 
 PARTS = ("program_generator", "execution_engine", "baseline")
@@ -95,7 +95,7 @@ def is_original(content: object) -> bool:
     return isinstance(content, Mapping) and any(f"{part}_kwargs" in content for part in PARTS)
 
 
-def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
+def from_original(content: Mapping[str, Any]) -> tuple[dict[str, Packed], Vocab]:
     """Return the networks and the vocabulary of a checkpoint of the original, as checkpoints of this toolkit hold them.
 
     Raises:
@@ -123,15 +123,15 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
                     raise InputError(f"{source}: {option} is {value!r}, expected {expected}, as in vocab")
         values.pop("vocab", None)  # the checkpoint's own
         config, others = _settings(config, values, names, source)
-        kwargs = network_kwargs(name, config, vocab, others["feature_dim"])
+        settings = settings_of_network(name, config, vocab, others["feature_dim"])
         if name == "engine":
-            kwargs |= _engine_settings(others, config.module_dim)
+            settings |= _engine_settings(others, config.module_dim)
             idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))  # modules that never run
             weights = {key: value for key, value in weights.items() if not key.startswith(idle)}
-        networks[name] = {"kwargs": kwargs, "weights": weights}
+        networks[name] = Packed(settings, weights)
     if not networks:
         raise InputError("is a checkpoint of the original toolkit without any network")
-    return {"networks": networks, "vocab": vocab.to_json(), "features": {}}
+    return networks, vocab
 
 
 def _engine_settings(others: Mapping[str, Any], module_dim: int) -> dict[str, Any]:

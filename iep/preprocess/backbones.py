@@ -20,10 +20,10 @@ from torch import nn
 
 from iep.backbone.network import SceneNetwork
 from iep.errors import InputError
-from iep.models.build import place
-from iep.models.checkpoint import BEST, load_checkpoint, step_checkpoints, unpack
+from iep.models.checkpoint import BEST, read_checkpoint, step_checkpoints
 from iep.preprocess.backbone_choices import RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.preprocess.recipe import Recipe, file_digest
+from iep.runtime.devices import place
 from iep.runtime.reading import reading
 
 DEFAULT_WEIGHTS = "torchvision IMAGENET1K_V1"
@@ -66,7 +66,7 @@ class Scenes:
         Raises:
             InputError: the file is missing or damaged, or holds the weights of another network.
         """
-        return unpack(load_checkpoint(self._path), "backbone", self._path).module.eval()
+        return read_checkpoint(self._path).network("backbone").module.eval()
 
     @property
     def input_size(self) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from iep.data.features import open_hdf5, read_attributes
 from iep.data.question_file import CONTENT_DIGEST, split_files
 from iep.data.question_file import read_questions as read_questions_file
 from iep.errors import InputError
-from iep.models.checkpoint import load_checkpoint, vocab_of
+from iep.models.checkpoint import read_checkpoint
 from iep.preprocess.clevr_files import image_number, read_questions
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, file_digest, is_current, write_recipe
 from iep.programs import json_to_prefix
@@ -350,7 +350,7 @@ def _loaded(given: Path) -> Vocab:
         return Vocab.clevr()
     if given.suffix == ".json":
         return Vocab.load(given)
-    return vocab_of(load_checkpoint(given), given)
+    return read_checkpoint(given).vocab
 
 
 def _recorded(path: Path) -> dict[str, Any]:

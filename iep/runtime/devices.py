@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from iep.errors import InputError
 from iep.runtime.distributed import local_rank, local_world_size, world_size
 
+T = TypeVar("T", bound=nn.Module)
+MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": torch.channels_last}
 CPU_INFO = Path("/proc/cpuinfo")
 """Where Linux lists the instruction sets of the CPU."""
 
@@ -90,3 +94,13 @@ def enough_memory(device: torch.device, what: str, setting: str) -> Iterator[Non
         if not is_out_of_memory(error):
             raise
         raise InputError(f"{device}: not enough memory for {what}; lower {setting}") from None
+
+
+def place(network: T, device: torch.device, memory_format: str | None = None) -> T:
+    """Move a network to a device, with its convolutions in a format of `MEMORY_FORMATS`, and return it.
+
+    None means channels-last, which tensor-core kernels need and which is also faster on CPUs (`iep-bench engine
+    --memory-format` compares them).
+    """
+    chosen = MEMORY_FORMATS[memory_format or "channels-last"]
+    return network.to(device, memory_format=chosen)  # type: ignore[call-overload] # torch takes both

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,18 +25,17 @@ from iep.config import PLACES, Config, settings_of
 from iep.data.datasets import Batch
 from iep.data.loader import on_device
 from iep.data.ordering import step_seed
-from iep.data.question_file import Split
 from iep.errors import InputError
-from iep.models.build import Network
-from iep.models.checkpoint import BEST, Saved, remove_old, save_checkpoint, save_weights, step_name
+from iep.models.checkpoint import BEST, Checkpoint, RunState, remove_old, step_name, write_checkpoint, write_weights
+from iep.models.network import Network
 from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.records import VALIDATION, Records, start_tracker
 from iep.runtime.signals import Stopped, deferred
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas
+from iep.training.run_data import RunData
 from iep.training.tasks import Task
-from iep.vocab import Vocab
 
 HINT = "try a lower learning_rate or clip_gradients=1"
 SHOWN = 8
@@ -53,16 +51,6 @@ def learning_rate(config: Config, step: int) -> float:
         return peak
     progress = (step - config.warmup) / max(1, config.iterations - config.warmup)
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The data that a run reads, and the device that computes with it."""
-
-    device: torch.device
-    vocab: Vocab
-    training: Split
-    validation: Split | None = None
 
 
 TrainOn = Callable[["Trainer", Iterator[Batch], Iterable[Batch] | None], None]
@@ -103,26 +91,26 @@ class Trainer:
         )
         self.replicas = Replicas(task, self.parameters)
 
-    def restore(self, start: Saved) -> None:
+    def restore(self, start: Checkpoint) -> None:
         """Continue from a checkpoint whose networks are already loaded into the task.
 
         Raises:
             InputError: the state of the optimiser does not belong to these networks.
         """
-        held = start.content
-        states = held["optimizer"]["state"]
+        run = start.state
+        states = run.optimizer["state"]
         for number, state in states.items():  # the fused optimiser would read and write beyond its memory
             is_known = number in range(len(self.parameters))
             shape = self.parameters[number].shape if is_known else None
             if {state["exp_avg"].shape, state["exp_avg_sq"].shape} != {shape}:
                 raise InputError(f"{start.path}: optimizer.state.{number} is not of a parameter of these networks")
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
-        self.step, self.validation_due = held["step"], held["validation_due"]
+        self.step, self.validation_due = run.step, run.validation_due
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, max(0, self.step - 1))  # saved with the state
         if (self.out / BEST).exists():
-            self.best, self.best_step = held["best"], held["best_step"]
-        self.task.state.update(held["task"])
-        self.sums.update(held["sums"])
+            self.best, self.best_step = run.best, run.best_step
+        self.task.state.update(run.task)
+        self.sums.update(run.sums)
         self._saved_step = self.step
 
     def fit(
@@ -298,23 +286,23 @@ class Trainer:
         if not is_main():
             return
         features = self.data.training.features
-        content = {
-            "model": self.config.model,
-            "step": self.step,
-            "best": self.best,
-            "best_step": self.best_step,
-            "validation_due": self.validation_due,
-            "task": self.task.state,
-            "sums": dict(self.sums),
-            "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
-            "vocab": self.data.vocab.to_json(),
-            "features": {} if features is None else dict(features.recipe),
-            "networks": {name: network.packed() for name, network in self._networks.items()},
-            "optimizer": self.optimizer.state_dict(),
-        }
-        save_checkpoint(self.out / name, content)
+        settings = settings_of(self.config)
+        run = RunState(
+            step=self.step,
+            config={key: value for key, value in settings.items() if key not in PLACES},
+            validation_due=self.validation_due,
+            best=self.best,
+            best_step=self.best_step,
+            sums=dict(self.sums),
+            task=self.task.state,
+            optimizer=self.optimizer.state_dict(),
+        )
+        packed = {name: network.packed() for name, network in self._networks.items()}
+        recipe = {} if features is None else features.recipe
+        checkpoint = Checkpoint(self.out / name, packed, self.data.vocab, recipe, run)
+        write_checkpoint(checkpoint)
         if name == BEST:
-            save_weights(self.out, content)
+            write_weights(self.out, checkpoint)
 
     def save_step(self) -> None:
         """Write the numbered checkpoint of this step, and then remove the oldest ones but for `config.keep`."""
