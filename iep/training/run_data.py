@@ -1,10 +1,11 @@
 """A config -> the data that a run reads, and the batches of its training and validation."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -29,9 +30,6 @@ from iep.programs import program_lengths
 from iep.runtime.devices import place
 from iep.runtime.distributed import attempt, is_main, rank, total, world_size
 from iep.vocab import Vocab
-
-if TYPE_CHECKING:
-    from iep.training.loop import Trainer
 
 
 @dataclass(frozen=True)
@@ -113,15 +111,27 @@ def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None
     return vocab, splits[0], splits[1] if len(splits) > 1 else None
 
 
-def make_batches(trainer: "Trainer") -> tuple[Batches, Batches | None]:
-    """Return the training batches from the trainer's step on, and the validation batches or None."""
-    config, training, validation = trainer.config, trainer.data.training, trainer.data.validation
+def make_batches(
+    config: Config, data: RunData, networks: Mapping[str, Any], step: int
+) -> tuple[Batches, Batches | None]:
+    """Return the training batches of a run from a step on, and the validation batches or None.
+
+    Args:
+        networks: the modules of the networks that are trained.
+
+    Raises:
+        InputError: the generator that predicts programs cannot be read, or does not fit the data.
+    """
+    training, validation = data.training, data.validation
     # A batch of the loader is a minibatch or, in asynchronous training, an instance.
     size = config.instance_size if config.asynchronous else config.batch_size
     batches_each = config.batch_size // size
     programs = training.questions.programs  # a curriculum is of the true programs
+    lengths = None
+    if config.curriculum and programs is not None:
+        lengths = program_lengths(programs, data.vocab.program)
     order = make_order(
-        program_lengths(programs, trainer.data.vocab.program) if config.curriculum and programs is not None else None,
+        lengths,
         training.questions.image_idxs,
         config.curriculum,
         size,
@@ -131,28 +141,33 @@ def make_batches(trainer: "Trainer") -> tuple[Batches, Batches | None]:
     order.stages = [(batches_each * first, pool) for first, pool in order.stages]
     plan_training, plan_validation = None, None
     if config.model == "ee":
-        engine = trainer.task.networks["engine"]
-        planner = partial(engine.planner, config.batching, config.sharing)
+        planner = partial(networks["engine"].planner, config.batching, config.sharing)
         # In asynchronous training, stem and classifier are ops as well.
         plan_training = planner(training=True, attentions=config.attention_penalty > 0, whole=config.asynchronous)
         plan_validation = planner(training=False)
     if config.programs == "predicted":
         assert config.pg is not None  # `check_run` requires it
         network = read_checkpoint(config.pg).network("generator")
-        network.check_fits(trainer.data.vocab)
-        generator = place(network.module, trainer.device).eval()
+        network.check_fits(data.vocab)
+        generator = place(network.module, data.device).eval()
         training = _with_predicted_programs(training, generator, config)
         validation = validation and _with_predicted_programs(validation, generator, config)
-    loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
-    steps = range(batches_each * trainer.step, batches_each * config.iterations)
-    draws = trainer.task.networks["generator"].max_program_length if config.model == "joint" else 0
-    ranks: dict[str, Any] = {"rank": rank(), "world_size": world_size()}
-    dataset = ClevrDataset(training.questions, training.features, plan_training)
-    batches = training_batches(dataset, order, steps, loading, draws, **ranks)
+    draws = networks["generator"].max_program_length if config.model == "joint" else 0
+    loading = Loading(config.workers, config.prefetch, pin=data.device.type == "cuda")
+    training_set = ClevrDataset(training.questions, training.features, plan_training)
+    batches = training_batches(
+        training_set,
+        order,
+        range(batches_each * step, batches_each * config.iterations),
+        loading,
+        draws,
+        rank=rank(),
+        world_size=world_size(),
+    )
     if validation is None:
         return batches, None
-    dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
-    return batches, sequential_batches(dataset, config.val_batch_size, loading, **ranks)
+    validation_set = ClevrDataset(validation.questions, validation.features, plan_validation)
+    return batches, sequential_batches(validation_set, config.val_batch_size, loading, rank(), world_size())
 
 
 def _with_predicted_programs(split: Split, generator: Seq2Seq, config: Config) -> Split:

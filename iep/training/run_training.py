@@ -78,7 +78,7 @@ def train_from(start: Checkpoint | None, config: Config, out: Path, given: Colle
     trainer = Trainer(task, config, data, out, networks)
     if start is not None:
         trainer.restore(start)
-    batches, validation_batches = make_batches(trainer)
+    batches, validation_batches = make_batches(config, data, task.networks, trainer.step)
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / CONFIG, to_yaml(config).encode())
