@@ -140,7 +140,7 @@ def shown(settings: NetworkSettings | SymbolicSettings | AnswerSettings) -> dict
     selection = values.pop("selection")
     if isinstance(settings, AnswerSettings):
         values = {name: value for name, value in values.items() if value is not None}
-    return values if selection is None else {**values, **vars(selection)}
+    return values if selection is None else {**vars(selection), **values}
 
 
 def _parts(skip_samples: int, num_samples: int | None) -> list[str]:
