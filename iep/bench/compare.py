@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import iep
-from iep.evaluation.json_report import align_rows
 from iep.runtime.files import check_writable, write_json
+from iep.runtime.tables import align_rows
 
 TOTAL = "total"
 MIN_REPEATS, MIN_SAMPLES = 3, 64
