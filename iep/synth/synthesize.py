@@ -6,7 +6,6 @@ resumed where it stopped, and keeps the images that are complete. The world is d
 and annotated by `annotations.py`; questions come from `question_generator.py`.
 """
 
-import io
 import json
 import multiprocessing
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ import numpy as np
 from PIL import Image
 
 from iep.errors import InputError
-from iep.runtime.files import atomic_path, os_errors_name, write_json
+from iep.runtime.files import atomic_path, is_whole_png, os_errors_name, write_json
 from iep.runtime.locks import LOCK
 from iep.runtime.reading import read_json, reading
 from iep.runtime.signals import become_worker, starting_workers
@@ -249,9 +248,6 @@ def _claim(out: Path, options: Options) -> None:
         write_json(path, record, indent=2)
 
 
-PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-
-
 @contextmanager
 def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
     """Write a JSON file, whole or not at all, to whose list entries are added as text."""
@@ -266,16 +262,6 @@ def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
 
         yield add
         file.write("]}\n")
-
-
-def is_whole_png(path: Path) -> bool:
-    """Return whether a picture is complete; a power cut may have left it short."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(-len(PNG_END), io.SEEK_END)
-            return file.read() == PNG_END
-    except OSError:  # missing, or shorter than a PNG's end
-        return False
 
 
 def possible_tokens(directory: Path) -> Vocab | None:
