@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from iep.programs import json_to_prefix, question_type
+from iep.programs import CLOSURE_GROUPS, json_to_prefix, question_type
 from iep.runtime.reading import read_json
 from iep.synth.executor import IllPosedError, execute, facts_of, spelled
 from iep.synth.presets import resolve
 from iep.synth.question_generator import Question
 from iep.synth.synthesize import BLOCK, make_image
-from iep.synth.templates import CLOSURE_GROUPS, FAMILIES, FAMILIES_OF, GROUPS
+from iep.synth.templates import FAMILIES, FAMILIES_OF, GROUPS
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import SPECIAL_TOKENS, Vocab, tokenize
 

@@ -13,6 +13,7 @@ starts from, `{own}`, `{an_own}` the phrase without that relation and `{it}` the
 
 from dataclasses import dataclass
 
+from iep.programs import CLOSURE_GROUPS
 from iep.synth.world import ATTRIBUTES
 
 GROUPS = (
@@ -25,15 +26,6 @@ GROUPS = (
     "one_hop",
     "two_hop",
     "zero_hop",
-)
-CLOSURE_GROUPS = (
-    "and_mat_spa",
-    "compare_mat",
-    "compare_mat_spa",
-    "embed_mat_spa",
-    "embed_spa_mat",
-    "or_mat",
-    "or_mat_spa",
 )
 Link = int | str | tuple[int | str, int | str]
 """The relations of a phrase: a number of `relate` hops; "same_<attribute>"; "and" for two hops that both hold; or a
