@@ -29,7 +29,7 @@ from iep.preprocess.clevr_files import image_number, read_questions
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, file_digest, is_current, write_recipe
 from iep.programs import json_to_prefix
 from iep.runtime.files import arrays_digest, write_bytes
-from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, index_tokens, tokenize
+from iep.vocab import SPECIAL_TOKENS, UNK, Vocab, index_tokens, pad_tokens, tokenize
 
 FAMILIES_OF_FILE, FILE_NUMBERS = 1_000, 2_000_000
 """The bounds of a family's index in a file of templates, and of the number of a file."""
@@ -226,18 +226,8 @@ def encode(questions: QuestionSet, vocab: Vocab, vocab_source: str, encode_unk: 
             hint += ", --encode-unk encodes such tokens as <UNK>" if kind == "question" else ""
             what = f"{kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"
             raise InputError(f"{questions.source}: question {number}: {what}")
-        arrays[f"{kind}s"] = indices if kind == "answer" else _padded(indices, np.asarray(rows.lengths))
+        arrays[f"{kind}s"] = indices if kind == "answer" else pad_tokens(indices, np.asarray(rows.lengths))
     return arrays | questions.numbers
-
-
-def _padded(indices: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
-    """Return (N, longest row + 2) indices: <START>, the row, <END>, then <NULL>."""
-    columns = np.arange(lengths_N.max() + 2)
-    padded = np.full((len(lengths_N), len(columns)), NULL, dtype=np.int32)
-    padded[:, 0] = START
-    padded[(columns > 0) & (columns <= lengths_N[:, None])] = indices  # a boolean mask is filled row by row
-    padded[np.arange(len(padded)), lengths_N + 1] = END
-    return padded
 
 
 @dataclass(frozen=True)
