@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def programs(self) -> np.ndarray | None:
-        """(N, L) the true programs, or else the predicted ones: the source of question types and lengths."""
+        """(N, L) the true programs, or else the predicted ones: the source of question types."""
         return self.predictions.programs if self.questions.programs is None else self.questions.programs
 
     @cached_property
