@@ -24,8 +24,8 @@ from iep.execution_engine.roles import MAP, Role
 from iep.programs import arity
 
 VECTOR = 1
-"""The kind of the functions' values, (C, 1, 1). A set numbers its kinds from 0 without gaps, and this set has no
-attentions, which come before the vectors of other sets."""
+"""The column of the vectors, (C, 1, 1). Columns are numbered from 0 without gaps. This set has no column of attentions,
+so vectors are 1 here and 2 in other sets."""
 MOST_ARGUMENTS = 2
 
 

@@ -1,4 +1,6 @@
-"""Images and scenes of a CLEVR directory -> a split to train a backbone on: an image's question is what lies where.
+"""Images and scenes of a CLEVR directory -> a split to train a backbone on.
+
+Each image is one question, whose answer is the list of its objects.
 
 `scenes/CLEVR_{split}_scenes.json` names, for each object, its attributes and the pixel of its centre (`pixel_coords`),
 in CLEVR v1.0 and in what `iep-synth` writes. Shapes: N images, M objects of an image at most, F = 6 numbers of one.
