@@ -204,10 +204,18 @@ def make_mlp(in_dim: int, hidden_dims: Sequence[int], out_dim: int, norm: bool, 
     With `dropout` above 0, units of the input and of every hidden layer are dropped. With `norm`, there is batch norm
     on the input (after dropout) and on every hidden layer (before dropout and ReLU).
     """
-    layers: list[nn.Module] = [nn.Dropout(dropout)] * (dropout > 0) + [nn.BatchNorm1d(in_dim)] * norm
+    layers: list[nn.Module] = []
+    if dropout > 0:
+        layers.append(nn.Dropout(dropout))
+    if norm:
+        layers.append(nn.BatchNorm1d(in_dim))
     for hidden_dim in hidden_dims:
-        layers += [nn.Linear(in_dim, hidden_dim)] + [nn.BatchNorm1d(hidden_dim)] * norm
-        layers += [nn.Dropout(dropout)] * (dropout > 0) + [nn.ReLU()]
+        layers.append(nn.Linear(in_dim, hidden_dim))
+        if norm:
+            layers.append(nn.BatchNorm1d(hidden_dim))
+        if dropout > 0:
+            layers.append(nn.Dropout(dropout))
+        layers.append(nn.ReLU())
         in_dim = hidden_dim
     return nn.Sequential(*layers, nn.Linear(in_dim, out_dim))
 
