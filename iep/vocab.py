@@ -1,7 +1,7 @@
 """Vocabularies: question, program and answer tokens to indices and back, in the original toolkit's vocab.json.
 
-This file also splits questions into tokens and pads rows of tokens. `preprocess/encode_questions.py` builds
-vocabularies from question files; the vocabulary of CLEVR v1.0 comes with the package.
+This file also splits questions into tokens, spells answers and pads rows of tokens. `preprocess/encode_questions.py`
+builds vocabularies from question files; the vocabulary of CLEVR v1.0 comes with the package.
 """
 
 import hashlib
@@ -34,6 +34,19 @@ def tokenize(text: str) -> list[str]:
     for dropped in "?.":
         text = text.replace(dropped, "")
     return text.split(" ")
+
+
+def answer_token(answer: object) -> str:
+    """Return an answer as CLEVR v1.0 has it: the public generator's true, false and 3 become yes, no and "3".
+
+    Raises:
+        InputError: the answer is not a string, a boolean or an integer.
+    """
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    if isinstance(answer, str | int):
+        return str(answer)
+    raise InputError(f"'answer' is {answer!r:.60}, expected a string, a boolean or an integer")
 
 
 def index_tokens(tokens: Iterable[str]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from iep.preprocess.clevr_files import image_number, read_questions
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, file_digest, is_current, write_recipe
 from iep.programs import json_to_prefix
 from iep.runtime.files import arrays_digest, write_bytes
-from iep.vocab import SPECIAL_TOKENS, UNK, Vocab, index_tokens, pad_tokens, tokenize
+from iep.vocab import SPECIAL_TOKENS, UNK, Vocab, answer_token, index_tokens, pad_tokens, tokenize
 
 FAMILIES_OF_FILE, FILE_NUMBERS = 1_000, 2_000_000
 """The bounds of a family's index in a file of templates, and of the number of a file."""
@@ -121,19 +121,6 @@ def question_text(question: dict) -> str:
     if not isinstance(text, str):
         raise InputError(f"'question' is {text!r:.60}, expected a text; the keys are {', '.join(question)}")
     return text
-
-
-def answer_token(answer: object) -> str:
-    """Return an answer as CLEVR v1.0 has it: the public generator's true, false and 3 become yes, no and "3".
-
-    Raises:
-        InputError: the answer is not a string, a boolean or an integer.
-    """
-    if isinstance(answer, bool):
-        return "yes" if answer else "no"
-    if isinstance(answer, str | int):
-        return str(answer)
-    raise InputError(f"'answer' is {answer!r:.60}, expected a string, a boolean or an integer")
 
 
 def image_index(question: dict) -> int:
