@@ -309,16 +309,26 @@ def _vocabulary(
         if not options.expand_vocab:
             return known, str(given), f"vocabulary {known.digest}"
         made_from = f"vocabulary {known.digest} expanded by {made_from}"
-    try:  # the vocabulary that an earlier run made in this way, without reading the questions again
-        found, vocab = _recorded(split_files(out, split)[0]), Vocab.load(out / "vocab.json")
-        if (found.get("vocab_from"), found.get("vocab_digest")) == (made_from, vocab.digest):
-            return vocab, str(out / "vocab.json"), made_from
-    except InputError:
-        pass  # a file is missing or damaged; what it should be is made again, and then compared with it
+    earlier = _earlier_vocab(out, split, made_from)
+    if earlier is not None:
+        return earlier, str(out / "vocab.json"), made_from
     if given is not None:
         vocab = expand_vocab(known, load(split), options.unk_threshold)
         return vocab, f"{given} expanded by {files[split]}", made_from
     return build_vocab(load(split), options.unk_threshold, options.also), f"of {files[split]}", made_from
+
+
+def _earlier_vocab(out: Path, split: str, made_from: str) -> Vocab | None:
+    """Return the vocabulary that an earlier run made in the same way, without reading the questions again.
+
+    None if there is none, or a file is damaged. The vocabulary is then made again, and compared with the file.
+    """
+    try:
+        recorded, vocab = _recorded(split_files(out, split)[0]), Vocab.load(out / "vocab.json")
+    except InputError:
+        return None
+    is_same = (recorded.get("vocab_from"), recorded.get("vocab_digest")) == (made_from, vocab.digest)
+    return vocab if is_same else None
 
 
 def _loaded(given: Path) -> Vocab:
