@@ -186,7 +186,7 @@ def _picture_paths(out: Path, options: Options, split: str, index: int) -> list[
 
 def _is_finished(out: Path, options: Options, split: str) -> bool:
     """Return whether an earlier run with the same options finished the split, whose JSON files appear last."""
-    if not all(path.exists() for paths in _json_paths(out, options, split) for path in paths):
+    if not all(path.exists() for path in chain(*_json_paths(out, options, split))):
         return False
     indices = range(getattr(options, split))
     return all(is_whole_png(path) for index in indices for path in _picture_paths(out, options, split, index))
