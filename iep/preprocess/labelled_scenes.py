@@ -126,7 +126,15 @@ def open_scenes(
     for row_MF, rows in zip(answers_NMF, objects, strict=True):
         row_MF[: len(rows)] = np.array(rows, np.float32).reshape(-1, answers_NMF.shape[2])
     numbers = np.arange(len(scenes))
-    questions = Questions(path, np.zeros((len(scenes), 0), np.int64), numbers, numbers + skip, None, None, answers_NMF)
+    questions = Questions(
+        path,
+        questions=np.zeros((len(scenes), 0), np.int64),
+        image_idxs=numbers,
+        orig_idxs=numbers + skip,
+        families=None,
+        programs=None,
+        answers=answers_NMF,
+    )
     pixels: Any = SceneImages(directory, images, size)  # read like `Features`
     return Split(questions, pixels, len(scenes))
 
