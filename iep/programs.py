@@ -167,6 +167,16 @@ QUESTION_TYPES = (
     *(f"query: {attribute}" for attribute in ("size", "color", "material", "shape")),
     *(f"compare: {attribute}" for attribute in ("size", "color", "material", "shape")),
 )
+CLOSURE_GROUPS = (
+    "and_mat_spa",
+    "compare_mat",
+    "compare_mat_spa",
+    "embed_mat_spa",
+    "embed_spa_mat",
+    "or_mat",
+    "or_mat_spa",
+)
+"""The groups of question families of CLOSURE (Bahdanau et al. 2019, section 3), as its files are named."""
 
 
 def scene_index(program_tokens: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
 """The answer in a model's response, and its reward: for scoring, and for reinforcement learning of language models.
 
-This file needs nothing but the standard library and the vocabulary of CLEVR, so that trainers such as TRL and verl can
-import it.
+Importing this file loads NumPy and PyYAML but not PyTorch, so that trainers such as TRL and verl can import it.
 """
 
 import re

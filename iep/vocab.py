@@ -1,15 +1,17 @@
 """Vocabularies: question, program and answer tokens to indices and back, in the original toolkit's vocab.json.
 
-This file also splits questions into tokens. `preprocess/encode_questions.py` builds vocabularies from question files;
-the vocabulary of CLEVR v1.0 comes with the package.
+This file also splits questions into tokens, spells answers and pads rows of tokens. `preprocess/encode_questions.py`
+builds vocabularies from question files; the vocabulary of CLEVR v1.0 comes with the package.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from iep.errors import InputError
 from iep.runtime.files import write_json
@@ -34,9 +36,49 @@ def tokenize(text: str) -> list[str]:
     return text.split(" ")
 
 
+def answer_token(answer: object) -> str:
+    """Return an answer as CLEVR v1.0 has it: the public generator's true, false and 3 become yes, no and "3".
+
+    Raises:
+        InputError: the answer is not a string, a boolean or an integer.
+    """
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    if isinstance(answer, str | int):
+        return str(answer)
+    raise InputError(f"'answer' is {answer!r:.60}, expected a string, a boolean or an integer")
+
+
 def index_tokens(tokens: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct tokens in the order of their indices: the special ones, then the others sorted."""
     return SPECIAL_TOKENS + tuple(sorted(set(tokens) - set(SPECIAL_TOKENS)))
+
+
+def pad_tokens(indices: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
+    """Return N rows of tokens as (N, longest + 2) int32 indices: `<START>`, the row, `<END>`, then `<NULL>`.
+
+    Args:
+        indices: the indices of all rows, one row after the other.
+        lengths_N: the number of tokens in each row.
+    """
+    columns = np.arange(lengths_N.max() + 2)
+    padded = np.full((len(lengths_N), len(columns)), NULL, dtype=np.int32)
+    padded[:, 0] = START
+    padded[(columns > 0) & (columns <= lengths_N[:, None])] = indices  # a boolean mask is filled row by row
+    padded[np.arange(len(padded)), lengths_N + 1] = END
+    return padded
+
+
+def content_tokens(indices: Sequence[int] | np.ndarray, tokens: Sequence[str]) -> list[str]:
+    """Return the tokens between `<START>` and `<END>`, or up to the padding where there is no `<END>`."""
+    content = np.asarray(indices).tolist()
+    if END in content:
+        content = content[: content.index(END)]
+    while content and content[-1] == NULL:
+        content.pop()
+    if content[:1] == [START]:
+        content = content[1:]
+    return [tokens[index] for index in content]
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,8 @@ python - "$OUT" "${MODELS[@]}" <<'END' >"$OUT/table.txt.part"
 import sys
 from pathlib import Path
 
-from iep.evaluation.json_report import align_rows, percent, read_report
+from iep.evaluation.json_report import percent, read_report
+from iep.runtime.tables import align_rows
 
 CELLS = {
     "A->A": "A-A",

@@ -27,9 +27,9 @@ import iep
 from iep.config import Config, read_config
 from iep.evaluation.json_report import Report, read_report
 from iep.models.checkpoint import BEST, read_checkpoint
+from iep.programs import CLOSURE_GROUPS
 from iep.synth.presets import resolve
 from iep.synth.synthesize import synthesize
-from iep.synth.templates import CLOSURE_GROUPS
 from iep.vocab import Vocab
 
 SMALL = [setting for setting in tiny("joint") if not setting.startswith("learning_rate")]

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from iep.programs import json_to_prefix, question_type
+from iep.programs import CLOSURE_GROUPS, json_to_prefix, question_type
 from iep.runtime.reading import read_json
-from iep.synth.executor import IllPosedError, execute, facts_of, spelled
+from iep.synth.executor import IllPosedError, execute, facts_of
 from iep.synth.presets import resolve
 from iep.synth.question_generator import Question
 from iep.synth.synthesize import BLOCK, make_image
-from iep.synth.templates import CLOSURE_GROUPS, FAMILIES, FAMILIES_OF, GROUPS
+from iep.synth.templates import FAMILIES, FAMILIES_OF, GROUPS
 from iep.synth.world import ATTRIBUTES
-from iep.vocab import SPECIAL_TOKENS, Vocab, tokenize
+from iep.vocab import SPECIAL_TOKENS, Vocab, answer_token, tokenize
 
 
 def naive_answer(program: list[dict], scene: dict) -> object:
@@ -105,9 +105,10 @@ def test_executor_agrees_with_a_naive_one_on_changed_questions() -> None:
             with pytest.raises(IllPosedError, match=r"^(no|\d+) (?!such)\w.* (was found|were found where)"):
                 execute(program, facts)
         else:
-            assert execute(program, facts) == spelled(expected)
+            assert execute(program, facts) == answer_token(expected)
             # The public generator writes `type` for `function`.
-            assert execute([{"type": call.pop("function"), **call} for call in program], facts) == spelled(expected)
+            generated = [{"type": call.pop("function"), **call} for call in program]
+            assert execute(generated, facts) == answer_token(expected)
     assert min(counts[True], counts[False]) > 50
 
 
@@ -119,7 +120,9 @@ def test_every_answer_of_genuine_clevr_is_reproduced(split: str) -> None:
     facts = {scene["image_index"]: facts_of(scene) for scene in scenes}
     questions = read_json(root / f"questions/CLEVR_{split}_questions.json")["questions"]
     wrong = [
-        q["question_index"] for q in questions if execute(q["program"], facts[q["image_index"]]) != spelled(q["answer"])
+        q["question_index"]
+        for q in questions
+        if execute(q["program"], facts[q["image_index"]]) != answer_token(q["answer"])
     ]
     assert wrong == []
 
@@ -155,7 +158,7 @@ def test_answers_are_a_naive_executors_and_dropping_a_relation_changes_the_set_t
     tried = 0
     for scene, question in asked(preset):
         program = list(question.program)
-        assert spelled(naive_answer(program, scene)) == question.answer
+        assert answer_token(naive_answer(program, scene)) == question.answer
         for position, call in enumerate(program):
             if call["function"] != "relate" and not call["function"].startswith("same_"):
                 continue

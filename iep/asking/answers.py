@@ -14,7 +14,6 @@ from torch import Tensor
 
 from iep.backbone.network import FoundObjects
 from iep.errors import InputError, nearest
-from iep.evaluation.outcome import content_tokens
 from iep.evaluation.symbolic import reason_to_doubt, scene_of
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.execution_engine.engine import ExecutionEngine
@@ -22,7 +21,7 @@ from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.execution_engine.trace import trace, unit_maps
 from iep.programs import NOT_USED, ProgramTree, named, prefix_to_json, split_program, tokens_run, tree_lines
 from iep.synth.executor import Facts, facts_of
-from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
+from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, content_tokens, tokenize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -27,11 +27,10 @@ from iep.asking.answers import Answer
 from iep.asking.loading import Model
 from iep.asking.picture import lit
 from iep.errors import InputError
-from iep.evaluation.question_cards import data_uri
 from iep.execution_engine.choices import DEFAULT_SALIENCY, SALIENCY
 from iep.preprocess.images import open_image
 from iep.programs import named, tree_lines
-from iep.runtime.pictures import HEAT
+from iep.runtime.pictures import HEAT, data_uri
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import SceneRules, sample_scene
 

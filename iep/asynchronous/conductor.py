@@ -4,8 +4,7 @@ Asynchronous training (Gaunt et al. 2017, AMPNet) keeps several *instances*, sma
 flight at once. A task is one call of one instance, forward or backward; it belongs to the worker of its call. The last
 step of an instance is its loss, which has a backward task only. A forward task is ready when the calls that it reads
 are done, and a backward task when the backward tasks of all its readers are done. A task never waits while it runs.
-The task of the oldest instance in flight that comes next in the order of its plan is always ready or running, so that
-no order of the workers can deadlock.
+The workers cannot deadlock: the next task of the oldest instance in flight never waits for another instance.
 
 `Conductor` knows which tasks are ready, and `run_threads` runs them on a thread for each worker. Neither knows of
 tensors: `trainer.py` says what a task computes.

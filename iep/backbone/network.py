@@ -119,7 +119,7 @@ class FoundObjects(NamedTuple):
             problem = f"{doubtful} of them with doubtful attributes"
         else:
             return ""
-        return f"{number} object{'s' * (number != 1)} found, {problem}; the answer is unreliable"
+        return f"{number} object{'' if number == 1 else 's'} found, {problem}; the answer is unreliable"
 
 
 def peaks(presence_BHW: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class LSTMBaseline(nn.Module):
         self.classifier = make_mlp(hidden_dim, classifier_dims, num_answers, classifier_norm, classifier_dropout)
 
     def forward(self, questions_BT: Tensor, features_NCHW: None = None, image_rows_B: None = None) -> Tensor:
-        """Return the answer logits, (B, A)."""
+        """Classify the questions' encodings, (B, A)."""
         return self.classifier(self.rnn(questions_BT))
 
 
@@ -119,7 +119,7 @@ class CNNLSTMBaseline(nn.Module):
         self.classifier = make_mlp(in_dim, classifier_dims, num_answers, classifier_norm, classifier_dropout)
 
     def forward(self, questions_BT: Tensor, features_NCHW: Tensor, image_rows_B: Rows = None) -> Tensor:
-        """Return the answer logits, (B, A)."""
+        """Classify each question's encoding beside the flattened maps of its image, (B, A)."""
         maps_BD = of_questions(self.cnn(features_NCHW).flatten(1), image_rows_B)
         return self.classifier(torch.cat([self.rnn(questions_BT), maps_BD], dim=1))
 
@@ -189,7 +189,7 @@ class StackedAttentionBaseline(nn.Module):
         self.classifier = make_mlp(hidden_dim, classifier_dims, num_answers, classifier_norm, classifier_dropout)
 
     def forward(self, questions_BT: Tensor, features_NCHW: Tensor, image_rows_B: Rows = None) -> Tensor:
-        """Return the answer logits, (B, A)."""
+        """Run the attention steps from the questions' encodings and classify the last queries, (B, A)."""
         maps_NDHW = self.image_proj(features_NCHW)
         places_BPD = of_questions(by_places(maps_NDHW), image_rows_B)
         query_BD = self.rnn(questions_BT)
@@ -204,10 +204,18 @@ def make_mlp(in_dim: int, hidden_dims: Sequence[int], out_dim: int, norm: bool, 
     With `dropout` above 0, units of the input and of every hidden layer are dropped. With `norm`, there is batch norm
     on the input (after dropout) and on every hidden layer (before dropout and ReLU).
     """
-    layers: list[nn.Module] = [nn.Dropout(dropout)] * (dropout > 0) + [nn.BatchNorm1d(in_dim)] * norm
+    layers: list[nn.Module] = []
+    if dropout > 0:
+        layers.append(nn.Dropout(dropout))
+    if norm:
+        layers.append(nn.BatchNorm1d(in_dim))
     for hidden_dim in hidden_dims:
-        layers += [nn.Linear(in_dim, hidden_dim)] + [nn.BatchNorm1d(hidden_dim)] * norm
-        layers += [nn.Dropout(dropout)] * (dropout > 0) + [nn.ReLU()]
+        layers.append(nn.Linear(in_dim, hidden_dim))
+        if norm:
+            layers.append(nn.BatchNorm1d(hidden_dim))
+        if dropout > 0:
+            layers.append(nn.Dropout(dropout))
+        layers.append(nn.ReLU())
         in_dim = hidden_dim
     return nn.Sequential(*layers, nn.Linear(in_dim, out_dim))
 

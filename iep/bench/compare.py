@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import iep
-from iep.evaluation.json_report import align_rows
 from iep.runtime.files import check_writable, write_json
+from iep.runtime.tables import align_rows
 
 TOTAL = "total"
 MIN_REPEATS, MIN_SAMPLES = 3, 64
@@ -173,7 +173,8 @@ def table(case: Case, rows: Sequence[Row], unit: str) -> str:
     """Return a title and a table with a line for each row."""
     shown = ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in case.setting.items())
     rounds = max(row["seconds"][TOTAL]["repeats"] for row in rows)
-    title = f"{shown}; milliseconds for {case.size} {unit}{'s' * (case.size > 1)}, median of up to {rounds} rounds"
+    ending = "" if case.size == 1 else "s"
+    title = f"{shown}; milliseconds for {case.size} {unit}{ending}, median of up to {rounds} rounds"
     lines = []
     for row in rows:
         facts = {name: short(fact) for name, fact in row["facts"].items() if not isinstance(fact, dict | list)}

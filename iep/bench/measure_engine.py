@@ -41,8 +41,13 @@ class Step:
 
     def make_plan(self) -> ProgramPlan:
         """Return the plan of the programs: graph, schedule and indices on the device."""
-        how, execution = (self.strategy.batching, self.strategy.sharing), self.strategy.execution
-        return self.engine.plan(self.programs_BL, self.image_rows_B, *how, execution=execution)
+        return self.engine.plan(
+            self.programs_BL,
+            self.image_rows_B,
+            self.strategy.batching,
+            self.strategy.sharing,
+            execution=self.strategy.execution,
+        )
 
     def step(self) -> None:
         """Run a forward pass; in training, also compute the loss and run a backward pass."""

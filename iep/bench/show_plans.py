@@ -17,11 +17,11 @@ from iep.bench.workload import encode
 from iep.config import EngineConfig
 from iep.data.question_file import load_vocab, open_split
 from iep.errors import InputError, nearest
-from iep.evaluation.json_report import align_rows
 from iep.execution_engine.parts import NONE, Sample, check_options, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.network import Network
 from iep.programs import SCENE
+from iep.runtime.tables import align_rows
 from iep.vocab import Vocab
 
 FEATURE_SHAPE = (1024, 14, 14)

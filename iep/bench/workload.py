@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from iep.programs import json_to_prefix
 from iep.synth.presets import PRESETS
 from iep.synth.synthesize import make_image
-from iep.vocab import END, NULL, START, Vocab
+from iep.vocab import Vocab, pad_tokens
 
 
 class Minibatch(NamedTuple):
@@ -75,5 +74,5 @@ def encode(programs: Sequence[Sequence[str]], vocab: Vocab) -> np.ndarray:
 
     The vocabulary must have all tokens.
     """
-    rows = [torch.tensor([START, *(vocab.program_index[token] for token in each), END]) for each in programs]
-    return pad_sequence(rows, batch_first=True, padding_value=NULL).numpy()
+    indices = [vocab.program_index[token] for tokens in programs for token in tokens]
+    return pad_tokens(np.array(indices), np.array([len(tokens) for tokens in programs]))

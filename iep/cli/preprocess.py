@@ -118,8 +118,18 @@ def main(
             if workers is None:  # one per core, divided among the processes that torchrun started on this machine
                 processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
                 workers = max(1, min(len(os.sched_getaffinity(0)), 8) // processes)
-            how: dict[str, Any] = {"dtype": dtype, "device": torch_device, "batch_size": batch_size, "workers": workers}
-            preprocess_features(images, out, model, **how, overwrite=overwrite, say=say, verify=verify)
+            preprocess_features(
+                images,
+                out,
+                model,
+                dtype=dtype,
+                device=torch_device,
+                batch_size=batch_size,
+                workers=workers,
+                overwrite=overwrite,
+                say=say,
+                verify=verify,
+            )
 
 
 def _inputs(

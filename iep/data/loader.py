@@ -80,20 +80,18 @@ def made_ahead(make: Make, choices: Iterable[Any], loading: Loading, slot_bytes:
     """
     # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
     slots = Slots(loading.workers * (loading.prefetch + 2) if slot_bytes else 0, slot_bytes)
-    options: dict[str, Any] = {}
-    if loading.workers:
-        # Forked processes start at once, and share the parent's slots and data.
-        options = {"prefetch_factor": loading.prefetch, "multiprocessing_context": "fork"}
     loader = DataLoader(
         _Made(partial(make, allocate=slots.allocate) if loading.workers and slot_bytes else make),
         sampler=choices,
         batch_size=None,
         num_workers=loading.workers,
+        prefetch_factor=loading.prefetch if loading.workers else None,
+        # Forked processes start at once, and share the parent's slots and data.
+        multiprocessing_context="fork" if loading.workers else None,
         worker_init_fn=partial(_start_worker, slots),
         pin_memory=loading.pin,
         # Without a generator, it would draw a seed for its workers from the generator that training uses.
         generator=torch.Generator(),
-        **options,
     )
     with starting_workers():  # a loader whose workers are just starting could not be ended cleanly
         iterator, end = iter(loader), object()

@@ -55,11 +55,10 @@ def open_questions(path: Path) -> tuple[Vocab, Questions]:
 def answer_predictions(
     path: Path, questions: Questions, vocab: Vocab, every: Questions | None = None
 ) -> tuple[Vocab, Predictions, list[str]]:
-    """Return what a file answers to questions.
+    """Read the answers of a file to `questions`.
 
     Args:
-        questions: the questions that count.
-        every: all questions of their file, to which the answers may be; None if all count.
+        every: all questions of the split, if `questions` is a selection; answers to the others are ignored.
 
     Returns:
         the vocabulary with all answers of the file, the predictions, and notes on questions without an answer and on

@@ -13,6 +13,7 @@ from iep.evaluation.metrics import Scores
 from iep.programs import QUESTION_TYPES
 from iep.runtime.files import write_json
 from iep.runtime.reading import reading
+from iep.runtime.tables import align_rows
 
 FORMAT = "iep report 1"
 SCORES = ("accuracy", "program_exact_match")
@@ -105,16 +106,6 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
         speed = report.questions_per_second
         table.append([name, *accuracies, programs, MISSING if speed is None else f"{speed:.0f}"])
     return align_rows([row for row in zip(*table, strict=True) if {*row[1:]} - {"", MISSING}])
-
-
-def align_rows(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return a text table whose columns `left` are aligned to the left and the others to the right."""
-    columns = [
-        [cell.ljust(width) if number in left else cell.rjust(width) for cell in column]
-        for number, column in enumerate(zip(*rows, strict=True))
-        for width in [max(map(len, column))]
-    ]
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Report]]:

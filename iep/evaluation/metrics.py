@@ -1,4 +1,4 @@
-"""Predicted and true tokens -> scores: accuracy per question type, exact match of programs, lengths of programs.
+"""Predicted and true tokens -> scores: accuracy per question type, and exact match of programs.
 
 The functions take NumPy arrays or tensors on the CPU.
 

@@ -34,23 +34,11 @@ from iep.evaluation.predict import Predictions
 from iep.execution_engine.roles import ModuleSet
 from iep.programs import QUESTION_TYPES
 from iep.runtime.files import atomic_path
-from iep.vocab import END, NULL, START, Vocab
+from iep.vocab import Vocab, content_tokens
 
 PREDICTIONS, REPORT = "predictions.jsonl", "report.json"
 ANSWERS, ANSWERS_JSON = "answers.txt", "answers.json"
 OUTPUTS = (PREDICTIONS, REPORT, ANSWERS, ANSWERS_JSON)
-
-
-def content_tokens(indices: Sequence[int] | np.ndarray, tokens: Sequence[str]) -> list[str]:
-    """Return the tokens between `<START>` and `<END>`, or up to the padding where there is no `<END>`."""
-    content = np.asarray(indices).tolist()
-    if END in content:
-        content = content[: content.index(END)]
-    while content and content[-1] == NULL:
-        content.pop()
-    if content[:1] == [START]:
-        content = content[1:]
-    return [tokens[index] for index in content]
 
 
 def question_text(indices: Sequence[int], tokens: Sequence[str]) -> str:
@@ -74,7 +62,7 @@ class Outcome:
 
     @property
     def programs(self) -> np.ndarray | None:
-        """(N, L) the true programs, or else the predicted ones: the source of question types and lengths."""
+        """(N, L) the true programs, or else the predicted ones: the source of question types."""
         return self.predictions.programs if self.questions.programs is None else self.questions.programs
 
     @cached_property

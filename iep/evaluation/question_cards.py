@@ -6,8 +6,6 @@ whether they are well-formed or not.
 Shapes: N questions, R of them listed, L program tokens.
 """
 
-import base64
-import io
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from iep.errors import InputError
 from iep.evaluation.outcome import Outcome
@@ -25,13 +22,9 @@ from iep.preprocess.clevr_files import image_directories, image_number, png_file
 from iep.preprocess.images import open_image
 from iep.preprocess.recipe import listing, value_digest
 from iep.programs import NOT_USED, program_tree
-from iep.runtime.pictures import HEAT
+from iep.runtime.pictures import data_uri, heat_uri
 from iep.vocab import Vocab
 
-WIDTH = 320
-"""The greatest width of a picture, in pixels."""
-QUALITY = 75
-"""The JPEG quality of the pictures, at most 95."""
 FILLED_IN, IGNORED = "filled in", "ignored"
 REMARKS = {
     FILLED_IN: "the program has no function here, and the engine uses the scene.",
@@ -89,22 +82,6 @@ Maps = Callable[[int], list[tuple[int, str, np.ndarray]]]
 tree, its name, and a map (H, W) from 0 to 1 of where it looked."""
 MOST_MAPS = 100
 """The most wrong answers with maps; with a dozen functions of half a kilobyte each, they are a small part of a page."""
-
-
-def heat_uri(map_HW: np.ndarray) -> str:
-    """Return a map as a PNG in a data URI, transparent where it is 0, to be stretched over the image."""
-    colors_HWC, content = HEAT(map_HW, bytes=True), io.BytesIO()
-    colors_HWC[..., 3] = (170 * map_HW).astype(np.uint8)
-    Image.fromarray(colors_HWC).save(content, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode("ascii")
-
-
-def data_uri(image: Image.Image) -> str:
-    """Return the image, at most `WIDTH` pixels wide, as a JPEG in a data URI."""
-    small, content = image.copy(), io.BytesIO()
-    small.thumbnail((WIDTH, 4 * WIDTH), Image.Resampling.LANCZOS)
-    small.save(content, "JPEG", quality=QUALITY, optimize=True)
-    return "data:image/jpeg;base64," + base64.b64encode(content.getvalue()).decode("ascii")
 
 
 class Line(NamedTuple):

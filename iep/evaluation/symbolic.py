@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from iep.backbone.network import FoundObjects, find_objects
 from iep.errors import InputError
-from iep.evaluation.outcome import content_tokens
 from iep.preprocess.backbones import Scenes
 from iep.preprocess.clevr_files import image_directories, image_paths
 from iep.preprocess.images import image_batches
@@ -26,6 +25,7 @@ from iep.runtime.distributed import is_main
 from iep.synth.executor import Facts, IllPosedError, execute, facts_of
 from iep.synth.scenes import CAMERA, Scene, Thing, camera_at, scene_json
 from iep.synth.world import ATTRIBUTES, RADIUS, VALUES
+from iep.vocab import content_tokens
 
 NO_ANSWER = "(no answer)"
 """The answer of a program that is not well-formed, or whose `unique` gets no object or several."""

@@ -1,4 +1,4 @@
-"""The choices of settings of networks that are names. Importing this file loads neither PyTorch nor any module.
+"""The allowed values of named settings. Importing this file does not load PyTorch, so that `--help` is fast.
 
 A set of modules is a class like those of `modules.py` and `tbd.py`; `roles.py` describes the protocol. Those of this
 package have names, and any other is named by its module and class, such as `mypackage.modules:Gated`.

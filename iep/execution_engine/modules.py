@@ -79,7 +79,7 @@ class UnaryModule(nn.Module):
             self.conv_steps = (ConvStep("conv1", (0,)), ConvStep("conv2", (1,), residual=0 if residual else None))
 
     def forward(self, x_GCHW: Tensor) -> Tensor:
-        """Return the block's output."""
+        """Convolve the maps twice, and add the input before the last ReLU if `residual` is set, (G, C, H, W)."""
         inner_GCHW = self.bn1(self.conv1(x_GCHW))
         if self.context is not None:
             inner_GCHW = inner_GCHW + self.context(functional.relu(inner_GCHW).amax(dim=(2, 3), keepdim=True))
@@ -104,7 +104,7 @@ class BinaryModule(nn.Module):
             self.conv_steps = (ConvStep("proj", (0, 1)), *(ConvStep(*each) for each in block))
 
     def forward(self, first_GCHW: Tensor, second_GCHW: Tensor) -> Tensor:
-        """Return the block's output."""
+        """Project the concatenated maps to C channels and run the residual block on them, (G, C, H, W)."""
         both = torch.cat([first_GCHW, second_GCHW], dim=1)
         return self.res_block(functional.relu(self.proj(both)))
 
@@ -140,10 +140,10 @@ class ResidualModules:
         return Role((MAP,) * arity(token), MAP)
 
     def make(self, token: str) -> nn.Module:
-        """Return the block of a token."""
+        """Return a new block for the function of a token: binary for two arguments, otherwise unary."""
         norm = ExampleNorm if self.norm == "example" else nn.Identity
         return (BinaryModule if arity(token) == 2 else UnaryModule)(self.dim, self.residual, norm, self.context)
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
-        """Return the stem's output."""
+        """Return the stem's output, (N, C, H, W)."""
         return {MAP: stems_NCHW}

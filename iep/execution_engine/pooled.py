@@ -37,7 +37,7 @@ class FilterModule(nn.Module):
         nn.init.zeros_(self.conv3.bias)  # half of the attention passes at first
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the new attention."""
+        """Multiply the attention by a gate from 0 to 1 that reads the features alone, (G, 1, H, W)."""
         x_GCHW = functional.relu(self.conv2(functional.relu(self.conv1(features_GCHW))))
         return attention_G1HW * torch.sigmoid(self.conv3(x_GCHW))
 
@@ -55,7 +55,7 @@ class RelativePositionModule(nn.Module):
         nn.init.zeros_(self.conv3.bias)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the new attention."""
+        """Map features and positions relative to the attended centre to an attention, (G, 1, H, W)."""
         at_G2HW = coordinates(features_GCHW)
         centre_G2HW = attended(at_G2HW, attention_G1HW).expand_as(at_G2HW)
         offset_G2HW = 4 * (at_G2HW - centre_G2HW)  # neighbouring positions differ by about as much as features do
@@ -77,7 +77,7 @@ class SimilarityModule(nn.Module):
         nn.init.zeros_(self.conv2.bias)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the new attention."""
+        """Compare every position with the attended features and map the result to an attention, (G, 1, H, W)."""
         own_GCHW = self.embedding(features_GCHW)
         other_GC11 = attended(own_GCHW, attention_G1HW)
         compared = [own_GCHW * other_GC11, (own_GCHW - other_GC11).abs(), own_GCHW, attention_G1HW]
@@ -95,7 +95,7 @@ class DescribeModule(nn.Module):
         self.conv1, self.conv2 = tbd.conv3x3(dim), tbd.conv3x3(dim)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the vector."""
+        """Max-pool half of the attended region's channels and sum the other half, (G, C, 1, 1)."""
         x_GCHW = functional.relu(self.conv1(features_GCHW * attention_G1HW))
         first_GCHW, second_GCHW = functional.relu(self.conv2(x_GCHW)).tensor_split(2, dim=1)
         sums_GC11 = second_GCHW.sum(dim=(2, 3), keepdim=True, dtype=second_GCHW.dtype) / CELLS
@@ -110,7 +110,7 @@ class CompareModule(nn.Module):
         self.conv1, self.conv2 = (Conv2d(2 * dim, width, kernel_size=1) for width in (2 * dim, dim))
 
     def forward(self, first_GC11: Tensor, second_GC11: Tensor) -> Tensor:
-        """Return the vector."""
+        """Run a perceptron with one hidden layer on the concatenated vectors, (G, C, 1, 1)."""
         x_GC11 = functional.relu(self.conv1(torch.cat([first_GC11, second_GC11], dim=1)))
         return functional.relu(self.conv2(x_GC11))
 
@@ -119,7 +119,7 @@ class NoDescription(nn.Module):
     """Features (G, C, H, W) -> zeros (G, C, 1, 1), which the classifier reads if a program queries nothing."""
 
     def forward(self, features_GCHW: Tensor) -> Tensor:
-        """Return the vector."""
+        """Return zeros for any features, (G, C, 1, 1)."""
         return features_GCHW.new_zeros(*features_GCHW.shape[:2], 1, 1)
 
 
@@ -159,5 +159,5 @@ class PooledModules(tbd.AttentionModules):
     }
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
-        """Return the stem's output, the attention of ones, and the vector of `NoDescription`."""
+        """Return the values of the set `tbd` and a vector of zeros, (1, C, 1, 1)."""
         return super().scene_values(stems_NCHW) | {VECTOR: stems_NCHW.new_zeros(1, self.dim, 1, 1)}

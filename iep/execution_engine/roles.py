@@ -26,7 +26,7 @@ from iep.vocab import NULL, START
 MAP, ATTENTION, VECTOR = 0, 1, 2
 """The kinds of values, which are the columns of a plan: (C, H, W), such as the stem's output; (1, H, W); (C, 1, 1)."""
 KINDS = {MAP: "an encoding", ATTENTION: "an attention"}
-"""The kinds in words, unless a set of modules has other `kinds`; one that is not among them has only its number."""
+"""The names of kinds in messages. A set may define `kinds` of its own; a kind without a name is shown by its number."""
 NONE = -1
 """The mark for no kind or no slot."""
 
@@ -110,7 +110,7 @@ def num_kinds(roles: Roles) -> int:
 
 
 def result_kind(scene: Role | None) -> int:
-    """Return the kind of value that the classifier reads, given the role of `scene`: what `scene` is, or else a map."""
+    """Return the kind of value that the classifier reads: the result of `scene`, or `MAP` if `scene` has no module."""
     return MAP if scene is None else scene.result
 
 

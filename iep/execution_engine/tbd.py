@@ -41,7 +41,7 @@ class QueryModule(nn.Module):
         self.conv1, self.conv2 = conv3x3(dim), conv3x3(dim)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the encoding."""
+        """Convolve the attended features twice, (G, C, H, W)."""
         x_GCHW = functional.relu(self.conv1(features_GCHW * attention_G1HW))
         return functional.relu(self.conv2(x_GCHW))
 
@@ -55,7 +55,7 @@ class AttentionModule(QueryModule):
         nn.init.constant_(self.conv3.bias, ATTENTION_BIAS)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the new attention."""
+        """Map an encoding of the attended features to an attention, (G, 1, H, W)."""
         return torch.sigmoid(self.conv3(super().forward(features_GCHW, attention_G1HW)))
 
 
@@ -72,7 +72,7 @@ class RelateModule(nn.Module):
         nn.init.constant_(self.conv6.bias, ATTENTION_BIAS)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the new attention."""
+        """Run dilated convolutions over the attended features and map the result to an attention, (G, 1, H, W)."""
         x_GCHW = features_GCHW * attention_G1HW
         for conv in (self.conv1, self.conv2, self.conv3, self.conv4, self.conv5):
             x_GCHW = functional.relu(conv(x_GCHW))
@@ -101,7 +101,7 @@ class SameModule(nn.Module):
         self.conv.bias.fill_(-3)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the new attention."""
+        """Multiply all features by the most attended ones and map the products to an attention, (G, 1, H, W)."""
         place_G11 = attention_G1HW.flatten(1).argmax(1)[:, None, None]
         object_GC1 = features_GCHW.flatten(2).gather(2, place_G11.expand(-1, features_GCHW.shape[1], 1))
         alike_GCHW = features_GCHW * object_GC1[..., None]
@@ -117,7 +117,7 @@ class ComparisonModule(nn.Module):
         self.conv1, self.conv2 = conv3x3(dim), conv3x3(dim)
 
     def forward(self, first_GCHW: Tensor, second_GCHW: Tensor) -> Tensor:
-        """Return the encoding."""
+        """Project the concatenated encodings to C channels and convolve them twice, (G, C, H, W)."""
         x_GCHW = functional.relu(self.projection(torch.cat([first_GCHW, second_GCHW], dim=1)))
         return functional.relu(self.conv2(functional.relu(self.conv1(x_GCHW))))
 
@@ -126,7 +126,7 @@ class AndModule(nn.Module):
     """Two attentions (G, 1, H, W) -> their minimum at every position."""
 
     def forward(self, first_G1HW: Tensor, second_G1HW: Tensor) -> Tensor:
-        """Return the minimum."""
+        """Keep the smaller number at every position, (G, 1, H, W)."""
         return torch.minimum(first_G1HW, second_G1HW)
 
 
@@ -134,7 +134,7 @@ class OrModule(nn.Module):
     """Two attentions (G, 1, H, W) -> their maximum at every position."""
 
     def forward(self, first_G1HW: Tensor, second_G1HW: Tensor) -> Tensor:
-        """Return the maximum."""
+        """Keep the greater number at every position, (G, 1, H, W)."""
         return torch.maximum(first_G1HW, second_G1HW)
 
 
@@ -188,11 +188,11 @@ class AttentionModules:
         return None if function in {*WITHOUT_MODULE} - self.functions.keys() else self._entry(token)[1]
 
     def make(self, token: str) -> nn.Module:
-        """Return the module of a token."""
+        """Return a new module with `dim` channels for the function of a token."""
         return self._entry(token)[0](self.dim)
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
-        """Return the stem's output and the attention of ones."""
+        """Return the stem's output, (N, C, H, W), and an attention of ones, (1, 1, H, W)."""
         return {MAP: stems_NCHW, ATTENTION: stems_NCHW.new_ones(1, 1, *stems_NCHW.shape[2:])}
 
     def _entry(self, token: str) -> tuple[Callable[[int], nn.Module], Role]:

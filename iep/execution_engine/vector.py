@@ -24,8 +24,8 @@ from iep.execution_engine.roles import MAP, Role
 from iep.programs import arity
 
 VECTOR = 1
-"""The kind of the functions' values, (C, 1, 1). A set numbers its kinds from 0 without gaps, and this set has no
-attentions, which come before the vectors of other sets."""
+"""The column of the vectors, (C, 1, 1). Columns are numbered from 0 without gaps. This set has no column of attentions,
+so vectors are 1 here and 2 in other sets."""
 MOST_ARGUMENTS = 2
 
 
@@ -74,7 +74,7 @@ class VectorModule(nn.Module):
         self._shared = (shared,)
 
     def forward(self, features_GCHW: Tensor, *vectors_GC11: Tensor) -> Tensor:
-        """Return the vectors, (G, C, 1, 1)."""
+        """Run the shared block with this function's embedding in every row, (G, C, 1, 1)."""
         return self._shared[0](features_GCHW, self.embedding.expand(len(features_GCHW), -1), *vectors_GC11)
 
     @staticmethod
@@ -115,7 +115,7 @@ class VectorModules:
         return Role((VECTOR,) * arity(token), VECTOR, reads_stem=True)
 
     def make(self, token: str) -> nn.Module:
-        """Return the module of a token."""
+        """Return a new module, with a random embedding, for the function of a token."""
         return VectorModule(self.shared)
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:

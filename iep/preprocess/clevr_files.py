@@ -12,8 +12,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from iep.errors import InputError
+from iep.programs import CLOSURE_GROUPS
 from iep.runtime.reading import reading
-from iep.synth.templates import CLOSURE_GROUPS
 
 _ORDER = ("train", "val", "test")
 _IMAGE_NUMBER = re.compile(r"_(\d+)\.png$")

@@ -29,7 +29,7 @@ from iep.preprocess.clevr_files import image_number, read_questions
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, file_digest, is_current, write_recipe
 from iep.programs import json_to_prefix
 from iep.runtime.files import arrays_digest, write_bytes
-from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, index_tokens, tokenize
+from iep.vocab import SPECIAL_TOKENS, UNK, Vocab, answer_token, index_tokens, pad_tokens, tokenize
 
 FAMILIES_OF_FILE, FILE_NUMBERS = 1_000, 2_000_000
 """The bounds of a family's index in a file of templates, and of the number of a file."""
@@ -123,19 +123,6 @@ def question_text(question: dict) -> str:
     return text
 
 
-def answer_token(answer: object) -> str:
-    """Return an answer as CLEVR v1.0 has it: the public generator's true, false and 3 become yes, no and "3".
-
-    Raises:
-        InputError: the answer is not a string, a boolean or an integer.
-    """
-    if isinstance(answer, bool):
-        return "yes" if answer else "no"
-    if isinstance(answer, str | int):
-        return str(answer)
-    raise InputError(f"'answer' is {answer!r:.60}, expected a string, a boolean or an integer")
-
-
 def image_index(question: dict) -> int:
     """Return the index of a question's image: `image_index`, or the number in `image_filename`.
 
@@ -226,18 +213,8 @@ def encode(questions: QuestionSet, vocab: Vocab, vocab_source: str, encode_unk: 
             hint += ", --encode-unk encodes such tokens as <UNK>" if kind == "question" else ""
             what = f"{kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"
             raise InputError(f"{questions.source}: question {number}: {what}")
-        arrays[f"{kind}s"] = indices if kind == "answer" else _padded(indices, np.asarray(rows.lengths))
+        arrays[f"{kind}s"] = indices if kind == "answer" else pad_tokens(indices, np.asarray(rows.lengths))
     return arrays | questions.numbers
-
-
-def _padded(indices: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
-    """Return (N, longest row + 2) indices: <START>, the row, <END>, then <NULL>."""
-    columns = np.arange(lengths_N.max() + 2)
-    padded = np.full((len(lengths_N), len(columns)), NULL, dtype=np.int32)
-    padded[:, 0] = START
-    padded[(columns > 0) & (columns <= lengths_N[:, None])] = indices  # a boolean mask is filled row by row
-    padded[np.arange(len(padded)), lengths_N + 1] = END
-    return padded
 
 
 @dataclass(frozen=True)
@@ -332,16 +309,26 @@ def _vocabulary(
         if not options.expand_vocab:
             return known, str(given), f"vocabulary {known.digest}"
         made_from = f"vocabulary {known.digest} expanded by {made_from}"
-    try:  # the vocabulary that an earlier run made in this way, without reading the questions again
-        found, vocab = _recorded(split_files(out, split)[0]), Vocab.load(out / "vocab.json")
-        if (found.get("vocab_from"), found.get("vocab_digest")) == (made_from, vocab.digest):
-            return vocab, str(out / "vocab.json"), made_from
-    except InputError:
-        pass  # a file is missing or damaged; what it should be is made again, and then compared with it
+    earlier = _earlier_vocab(out, split, made_from)
+    if earlier is not None:
+        return earlier, str(out / "vocab.json"), made_from
     if given is not None:
         vocab = expand_vocab(known, load(split), options.unk_threshold)
         return vocab, f"{given} expanded by {files[split]}", made_from
     return build_vocab(load(split), options.unk_threshold, options.also), f"of {files[split]}", made_from
+
+
+def _earlier_vocab(out: Path, split: str, made_from: str) -> Vocab | None:
+    """Return the vocabulary that an earlier run made in the same way, without reading the questions again.
+
+    None if there is none, or a file is damaged. The vocabulary is then made again, and compared with the file.
+    """
+    try:
+        recorded, vocab = _recorded(split_files(out, split)[0]), Vocab.load(out / "vocab.json")
+    except InputError:
+        return None
+    is_same = (recorded.get("vocab_from"), recorded.get("vocab_digest")) == (made_from, vocab.digest)
+    return vocab if is_same else None
 
 
 def _loaded(given: Path) -> Vocab:

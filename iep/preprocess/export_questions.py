@@ -31,12 +31,13 @@ from iep.preprocess.clevr_files import (
     scenes_path,
     select_splits,
 )
-from iep.preprocess.encode_questions import answer_token, image_index, question_index, question_text
+from iep.preprocess.encode_questions import image_index, question_index, question_text
 from iep.programs import json_to_prefix, question_type
+from iep.runtime.files import is_whole_png
 from iep.runtime.locks import new_directory
 from iep.runtime.reading import reading
 from iep.synth.executor import IllPosedError, facts_of, trace
-from iep.synth.synthesize import is_whole_png
+from iep.vocab import answer_token
 
 FORMATS = {"hf": "parquet", "trl": "parquet", "easyr1": "parquet", "verl": "parquet", "swift": "jsonl", "llava": "json"}
 """The formats, and the endings of their files."""

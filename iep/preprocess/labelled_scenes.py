@@ -1,4 +1,6 @@
-"""Images and scenes of a CLEVR directory -> a split to train a backbone on: an image's question is what lies where.
+"""Images and scenes of a CLEVR directory -> a split to train a backbone on.
+
+Each image is one question, whose answer is the list of its objects.
 
 `scenes/CLEVR_{split}_scenes.json` names, for each object, its attributes and the pixel of its centre (`pixel_coords`),
 in CLEVR v1.0 and in what `iep-synth` writes. Shapes: N images, M objects of an image at most, F = 6 numbers of one.
@@ -124,7 +126,15 @@ def open_scenes(
     for row_MF, rows in zip(answers_NMF, objects, strict=True):
         row_MF[: len(rows)] = np.array(rows, np.float32).reshape(-1, answers_NMF.shape[2])
     numbers = np.arange(len(scenes))
-    questions = Questions(path, np.zeros((len(scenes), 0), np.int64), numbers, numbers + skip, None, None, answers_NMF)
+    questions = Questions(
+        path,
+        questions=np.zeros((len(scenes), 0), np.int64),
+        image_idxs=numbers,
+        orig_idxs=numbers + skip,
+        families=None,
+        programs=None,
+        answers=answers_NMF,
+    )
     pixels: Any = SceneImages(directory, images, size)  # read like `Features`
     return Split(questions, pixels, len(scenes))
 

@@ -47,7 +47,7 @@ def value_digest(value: object) -> str:
 
 
 def listing(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Return files' names and sizes, for a digest that does not notice a file that changes but keeps its size."""
+    """Return the names and sizes of files. A digest of these misses changes that keep the size."""
     return tuple(f"{path.name} {path.stat().st_size}" for path in paths)
 
 

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and checksums of arrays, which reveal damage.
+"""Files that are written completely or not at all, and checks that reveal damage.
 
 `reading.py` reads the files that a user gives.
 
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+_PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
 
 @contextmanager
@@ -85,6 +87,16 @@ def write_bytes(target: Path, content: bytes) -> None:
 def write_json(target: Path, value: Any, indent: int | None = None) -> None:
     """Write `value` as JSON to `target` completely or not at all."""
     write_bytes(target, (json.dumps(value, indent=indent) + "\n").encode())
+
+
+def is_whole_png(path: Path) -> bool:
+    """Return whether a picture is complete; a power cut may have left it short."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-len(_PNG_END), os.SEEK_END)
+            return file.read() == _PNG_END
+    except OSError:  # missing, or shorter than a PNG's end
+        return False
 
 
 def row_checksums(rows: np.ndarray) -> np.ndarray:

@@ -10,8 +10,9 @@ from typing import Any
 
 from iep.errors import InputError
 from iep.programs import ProgramCall, read_call
-from iep.synth.phrases import in_words
+from iep.synth.phrases import bits, in_words
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
+from iep.vocab import answer_token
 
 
 class IllPosedError(ValueError):
@@ -80,7 +81,7 @@ def execute(program: Sequence[dict], facts: Facts) -> str:
     calls = _read(program)
     if (kind := _kinds(calls[-1])[1]) != ANSWER:
         raise InputError(f"the program returns {kind}, expected {ANSWER}")
-    return spelled(_results(calls, facts)[-1])
+    return answer_token(_results(calls, facts)[-1])
 
 
 def trace(program: Sequence[dict], facts: Facts) -> list[str]:
@@ -100,11 +101,13 @@ def trace(program: Sequence[dict], facts: Facts) -> list[str]:
         if kind == OBJECT:
             said = " ".join(facts.objects[result])
         elif kind == SET:
-            named = [" ".join(each) for index, each in enumerate(facts.objects) if result >> index & 1]
-            said = f"{len(named)} object{'s' * (len(named) != 1)}{': ' * bool(named)}{', '.join(named)}"
+            named = ", ".join(" ".join(facts.objects[index]) for index in bits(result))
+            said = "1 object" if result.bit_count() == 1 else f"{result.bit_count()} objects"
+            if named:
+                said += f": {named}"
         else:
-            said = spelled(result)
-        read = " of " * bool(call.inputs) + ", ".join(str(each + 1) for each in call.inputs)
+            said = answer_token(result)
+        read = f" of {', '.join(str(source + 1) for source in call.inputs)}" if call.inputs else ""
         lines.append(f"{number}: {call.token}{read} = {said}")
     return lines
 
@@ -161,10 +164,3 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "less_than": lambda facts, left, right: left < right,
     "greater_than": lambda facts, left, right: left > right,
 }
-
-
-def spelled(result: int | bool | str) -> str:
-    """Return an answer as CLEVR v1.0 spells it; the public question generator has true, false and integers."""
-    if isinstance(result, bool):
-        return "yes" if result else "no"
-    return str(result)

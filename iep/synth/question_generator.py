@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,13 +60,12 @@ def ask(
             if len(questions) == count:
                 return questions
             found = _instantiate(family, search, tally)
-            if found is None or found[1] in known:
+            if found is None or found.tokens in known:
                 continue
-            answer, tokens, phrases, extra = found
-            known.add(tokens)
-            tally[family.index, answer] += 1
-            text = word(rng.choice(family.sentences), phrases, extra, rng)
-            questions.append(Question(text, answer, tuple(prefix_to_json(tokens)), family.index))
+            known.add(found.tokens)
+            tally[family.index, found.answer] += 1
+            text = word(rng.choice(family.sentences), found.phrases, found.extra, rng)
+            questions.append(Question(text, found.answer, tuple(prefix_to_json(found.tokens)), family.index))
     return questions
 
 
@@ -75,17 +74,24 @@ def _shuffled(families: Sequence[Family], rng: Random, emphasis: Mapping[str, fl
     return [families[i] for i in sorted(range(len(families)), key=keys.__getitem__, reverse=True)]
 
 
-Instance = tuple[str, tuple[str, ...], tuple[Phrase, ...], tuple[str | None, ...]]
-"""The answer, the prefix tokens, the phrases and the extra description of a union of a family's question."""
+class _Found(NamedTuple):
+    """A family's question before it is put into words."""
+
+    answer: str
+    tokens: tuple[str, ...]
+    """The program in prefix order."""
+    phrases: tuple[Phrase, ...]
+    extra: tuple[str | None, ...] = ()
+    """The description of the things in a union's question; empty in other questions."""
 
 
-def _instantiate(family: Family, search: Search, tally: Counter) -> Instance | None:
-    """Return answer, prefix tokens, phrases and the union's extra description, or None if the scene has no question."""
+def _instantiate(family: Family, search: Search, tally: Counter) -> _Found | None:
+    """Return a question of a family, or None if the scene has none."""
     find = _FINDERS["query" if family.head.startswith("query_") else family.group]
     for answer in _wanted(family, search, tally):
         found = find(family, search, answer)
         if found is not None:
-            return answer, *found
+            return found
     return None
 
 
@@ -93,9 +99,9 @@ def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
     """Return the family's possible answers, beginning with the one furthest behind its share."""
     kind, _, attribute = family.head.partition("_")
     answers: Sequence[str] = YES_NO
-    weights: Sequence[float] = (1, 1)
+    weights: Sequence[float] = (1,) * 8
     if kind == "query":
-        answers, weights = VALUES[attribute], (1,) * 8
+        answers = VALUES[attribute]
     elif kind == "count":
         answers, weights = [str(n) for n in range(len(search.facts.objects) + 1)], COUNT_WEIGHTS
     due = {
@@ -108,27 +114,27 @@ def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
     return order
 
 
-def _find_query(family: Family, search: Search, answer: str) -> tuple | None:
+def _find_query(family: Family, search: Search, answer: str) -> _Found | None:
     attribute = family.head.removeprefix("query_")
     targets = bits(search.facts.having[attribute][answer])
     for target in search.rng.sample(targets, len(targets)):
         phrase = describe_one(search, target, family.links[0], mentions(family.silent))
         if phrase is not None:
-            return (family.head, "unique", *phrase.tokens), (phrase,), ()
+            return _Found(answer, (family.head, "unique", *phrase.tokens), (phrase,))
     return None
 
 
-def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
+def _find_set(family: Family, search: Search, answer: str) -> _Found | None:
     """Find a phrase for `exist` and `count`."""
     accept = _accepts(answer)
     # "Are there any things?" asks nothing; "How many things are there?" does.
     shortest = _shortest(family.links[0]) if family.head == "exist" else 0
     longest = 0 if family.bare else 4
     phrase = describe_set(search, accept, family.links[0], mentions(family.silent), shortest, longest)
-    return None if phrase is None else ((family.head, *phrase.tokens), (phrase,), ())
+    return None if phrase is None else _Found(answer, (family.head, *phrase.tokens), (phrase,))
 
 
-def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
+def _find_union(family: Family, search: Search, answer: str) -> _Found | None:
     """Find two phrases that both add objects to their union, of which `extra` selects those with one more value."""
     silent, wanted = mentions((*family.silent, *filter(None, [family.extra]))), int(answer)
     for _ in range(TRIES // 2):
@@ -153,7 +159,7 @@ def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
         if right is not None:
             filters = (f"filter_{family.extra}[{value}]",) if family.extra else ()
             extra = tuple(value if attribute == family.extra else None for attribute in ATTRIBUTES)
-            return ("count", *filters, "union", *left.tokens, *right.tokens), (left, right), extra
+            return _Found(answer, ("count", *filters, "union", *left.tokens, *right.tokens), (left, right), extra)
     return None
 
 
@@ -172,7 +178,7 @@ def _shortest(link: Link) -> int:
     return 1 if link == 0 else 0
 
 
-def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
+def _find_integers(family: Family, search: Search, answer: str) -> _Found | None:
     """Find two phrases that name different sets, or none at all, and whose sizes compare as wanted."""
     compare = _COMPARE[family.head]
     for _ in range(TRIES):
@@ -191,11 +197,11 @@ def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
 
         right = describe_set(search, accept, family.links[1])
         if right is not None and right.tokens != left.tokens:
-            return (family.head, "count", *left.tokens, "count", *right.tokens), (left, right), ()
+            return _Found(answer, (family.head, "count", *left.tokens, "count", *right.tokens), (left, right))
     return None
 
 
-def _find_comparison(family: Family, search: Search, answer: str) -> tuple | None:
+def _find_comparison(family: Family, search: Search, answer: str) -> _Found | None:
     """Find phrases for two objects that share the attribute or not; neither mentions it."""
     attribute = family.head.removeprefix("equal_")
     same, silent = search.facts.same[attribute], mentions(family.silent)
@@ -210,7 +216,7 @@ def _find_comparison(family: Family, search: Search, answer: str) -> tuple | Non
         second = first and describe_one(search, right, family.links[1], silent)
         if first and second:
             query = (f"query_{attribute}", "unique")
-            return (family.head, *query, *first.tokens, *query, *second.tokens), (first, second), ()
+            return _Found(answer, (family.head, *query, *first.tokens, *query, *second.tokens), (first, second))
     return None
 
 
@@ -219,7 +225,7 @@ _COMPARE: dict[str, Callable[[int, np.ndarray], Any]] = {
     "less_than": lambda left, right: left < right,
     "greater_than": lambda left, right: left > right,
 }
-_FINDERS: dict[str, Callable[[Family, Search, str], tuple | None]] = {
+_FINDERS: dict[str, Callable[[Family, Search, str], _Found | None]] = {
     "query": _find_query,
     "comparison": _find_comparison,
     "compare_integer": _find_integers,

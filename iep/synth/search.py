@@ -143,7 +143,8 @@ def _single_links(search: Search, link: Link, target: int | None, avoid: int) ->
         link = (link, 0) if isinstance(link, str) else (1, link - 1)
     first, inner_link = link
     if isinstance(first, str):
-        tokens, silent = {first: facts.same[first.removeprefix("same_")]}, mentions((first.removeprefix("same_"),))
+        attribute = first.removeprefix("same_")
+        tokens, silent = {first: facts.same[attribute]}, mentions((attribute,))
     else:
         tokens, silent = {f"relate[{relation}]": facts.related[relation] for relation in RELATIONS}, 0
     wanted = 0 if target is None else 1 << target

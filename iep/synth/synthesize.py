@@ -6,7 +6,6 @@ resumed where it stopped, and keeps the images that are complete. The world is d
 and annotated by `annotations.py`; questions come from `question_generator.py`.
 """
 
-import io
 import json
 import multiprocessing
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ import numpy as np
 from PIL import Image
 
 from iep.errors import InputError
-from iep.runtime.files import atomic_path, os_errors_name, write_json
+from iep.runtime.files import atomic_path, is_whole_png, os_errors_name, write_json
 from iep.runtime.locks import LOCK
 from iep.runtime.reading import read_json, reading
 from iep.runtime.signals import become_worker, starting_workers
@@ -187,7 +186,7 @@ def _picture_paths(out: Path, options: Options, split: str, index: int) -> list[
 
 def _is_finished(out: Path, options: Options, split: str) -> bool:
     """Return whether an earlier run with the same options finished the split, whose JSON files appear last."""
-    if not all(path.exists() for paths in _json_paths(out, options, split) for path in paths):
+    if not all(path.exists() for path in chain(*_json_paths(out, options, split))):
         return False
     indices = range(getattr(options, split))
     return all(is_whole_png(path) for index in indices for path in _picture_paths(out, options, split, index))
@@ -249,9 +248,6 @@ def _claim(out: Path, options: Options) -> None:
         write_json(path, record, indent=2)
 
 
-PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-
-
 @contextmanager
 def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
     """Write a JSON file, whole or not at all, to whose list entries are added as text."""
@@ -266,16 +262,6 @@ def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
 
         yield add
         file.write("]}\n")
-
-
-def is_whole_png(path: Path) -> bool:
-    """Return whether a picture is complete; a power cut may have left it short."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(-len(PNG_END), io.SEEK_END)
-            return file.read() == PNG_END
-    except OSError:  # missing, or shorter than a PNG's end
-        return False
 
 
 def possible_tokens(directory: Path) -> Vocab | None:

@@ -13,6 +13,7 @@ starts from, `{own}`, `{an_own}` the phrase without that relation and `{it}` the
 
 from dataclasses import dataclass
 
+from iep.programs import CLOSURE_GROUPS
 from iep.synth.world import ATTRIBUTES
 
 GROUPS = (
@@ -25,15 +26,6 @@ GROUPS = (
     "one_hop",
     "two_hop",
     "zero_hop",
-)
-CLOSURE_GROUPS = (
-    "and_mat_spa",
-    "compare_mat",
-    "compare_mat_spa",
-    "embed_mat_spa",
-    "embed_spa_mat",
-    "or_mat",
-    "or_mat_spa",
 )
 Link = int | str | tuple[int | str, int | str]
 """The relations of a phrase: a number of `relate` hops; "same_<attribute>"; "and" for two hops that both hold; or a
@@ -172,14 +164,17 @@ def _families() -> list[Family]:
     for attribute in ATTRIBUTES:
         add("single_and", f"query_{attribute}", ("and",), _QUERY[attribute], silent=(attribute,))
     _add_same(add)
-    add("single_or", "count", (0, 0), _EITHER)
-    add("single_or", "count", (0, 0), _EITHER, extra="size")
-    add("single_or", "count", (0, 0), _EITHER, extra="color")
-    add("single_or", "count", (1, 1), _EITHER)
-    add("single_or", "count", (0, 0), _EITHER, extra="material")
-    add("single_or", "count", (0, 0), _EITHER, extra="shape")
-    add("single_or", "count", (1, 0), _EITHER)
-    add("single_or", "count", (0, 1), _EITHER)
+    for links, extra in (
+        ((0, 0), None),
+        ((0, 0), "size"),
+        ((0, 0), "color"),
+        ((1, 1), None),
+        ((0, 0), "material"),
+        ((0, 0), "shape"),
+        ((1, 0), None),
+        ((0, 1), None),
+    ):
+        add("single_or", "count", links, _EITHER, extra=extra)
     _add_hops(add, "one_hop", 1, ATTRIBUTES)
     _add_hops(add, "two_hop", 2, ATTRIBUTES)
     add("zero_hop", "count", (0,), _COUNT)
