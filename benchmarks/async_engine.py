@@ -20,7 +20,7 @@ from iep.cli.bench import trusted_config
 from iep.config import Config, find_config
 from iep.data.datasets import Batch, ClevrDataset
 from iep.data.question_file import load_vocab, open_split
-from iep.execution_engine.parts import BALANCED, Placement, Sample, make_placement
+from iep.execution_engine.parts import BALANCED, Placement, ProgramSample, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.network import Network
 from iep.vocab import Vocab
@@ -74,7 +74,7 @@ class EngineNetwork(nn.Module):
     def placement(self, workers: int) -> OpPlacement:
         """Return the placement of the parts on workers of the CPU, balanced by the work of the training questions."""
         known = self.known.questions
-        sample = Sample(known.programs, known.image_idxs, known.path)
+        sample = ProgramSample(known.programs, known.image_idxs, known.path)
         placement, _ = make_placement(BALANCED, ("cpu",) * workers, self.engine, sample)
         return placement.of_ops(self.engine.program_tokens)
 

@@ -16,7 +16,7 @@ from iep.bench.strategy import parse_strategies
 from iep.bench.workload import generated
 from iep.config import read_config
 from iep.execution_engine.assembly import fit_template
-from iep.execution_engine.parts import Sample
+from iep.execution_engine.parts import ProgramSample
 from iep.models.network import Network
 from iep.runtime.devices import place
 
@@ -45,7 +45,7 @@ def main() -> None:
         engine = place(Network.new("engine", config, workload.vocab, given.feature_shape).module, device)
         minibatch = workload.minibatch(0, size, device)
         if device.type == "cuda":
-            fit_template(engine, Sample(workload.programs_QL, workload.image_idxs_Q, ""), size, sharing=True)
+            fit_template(engine, ProgramSample(workload.programs_QL, workload.image_idxs_Q, ""), size, sharing=True)
         with FlopCounterMode(display=False) as counter:
             Step(engine.train(), strategies[0], minibatch, device).step()
         flops, parameters = counter.get_total_flops(), [*engine.parameters()]

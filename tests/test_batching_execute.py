@@ -182,7 +182,7 @@ def test_a_weight_gets_its_gradient_however_a_module_reaches_it_and_what_it_retu
     assert_same(found[1], found[0], 1e-9, none_is_zero=True)
 
 
-def test_checkpointing_inside_a_module_is_an_error_where_weight_gradients_are_deferred():
+def test_checkpointing_inside_a_module_is_an_error_where_weight_gradients_are_stop_delayed():
     modules, inputs = toy_modules(), torch.randn(1, 3, dtype=torch.float64)
     checkpointed(modules)
     plan = plan_of(tree_graph([[UNARY_B, UNARY_B, LEAF]]))

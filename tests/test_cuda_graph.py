@@ -18,9 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 from iep.batching.template import make_template
 from iep.execution_engine.assembly import fit_template
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.parts import Sample
+from iep.execution_engine.parts import ProgramSample
 
-SAMPLE = Sample(PROGRAMS_BL, np.arange(len(PROGRAMS_BL)) // 2, "the sample")
+SAMPLE = ProgramSample(PROGRAMS_BL, np.arange(len(PROGRAMS_BL)) // 2, "the sample")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from iep.config import EngineConfig
 from iep.execution_engine.assembly import Running, prepare
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.parts import Sample, balanced, round_robin, work_of
+from iep.execution_engine.parts import ProgramSample, balanced, round_robin, work_of
 from iep.models.network import Network
 from iep.vocab import NULL, Vocab, index_tokens
 
@@ -55,12 +55,12 @@ def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that
     runs = {"scene": 1 + 2 + 2 + 1 + 2, "count": 5, "filter_color[red]": 3, "union": 2, "relate[left]": 2}
     runs |= {"greater_than": 1, "<END>": 1, "stem": 5, "classifier": 5}  # the missing ones begin after that <END>
     expected = {part: runs.get(part, 0) / 5 * flops[part] for part in engine.parts}
-    assert work_of(engine, Sample(programs_BL, np.arange(5), "here")) == pytest.approx(expected)
+    assert work_of(engine, ProgramSample(programs_BL, np.arange(5), "here")) == pytest.approx(expected)
 
 
 def test_the_parts_of_each_device_are_described(capsys) -> None:
     engine, state = make_engine(), torch.get_rng_state()
     running = Running(placement="round-robin", devices=("cpu", "cpu"))
-    prepare(engine, running, Sample(PROGRAMS_BL, np.arange(4), "here"))
+    prepare(engine, running, ProgramSample(PROGRAMS_BL, np.arange(4), "here"))
     assert {"cpu#0,", "cpu#1,", *engine.parts} <= set(capsys.readouterr().out.split())
     assert torch.get_rng_state().equal(state)

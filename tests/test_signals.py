@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from iep.cli.command import Command
 from iep.data.loader import NO_WORKERS, made_ahead
 from iep.errors import InputError
-from iep.runtime.signals import Stopped, become_worker, deferred, end_with_parent, handled, starting_workers
+from iep.runtime.signals import Stopped, become_worker, end_with_parent, handled, starting_workers, stop_delayed
 
 BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
@@ -96,8 +96,8 @@ def test_a_signal_waits_for_the_end_of_the_outermost_deferred_block(handlers):
     done = []
 
     def work() -> None:
-        with deferred():
-            with deferred():
+        with stop_delayed():
+            with stop_delayed():
                 ask()
                 done.append("inner")
             done.append("outer")
@@ -110,7 +110,7 @@ def test_a_signal_waits_for_the_end_of_the_outermost_deferred_block(handlers):
 
 def test_an_error_in_a_deferred_block_is_not_hidden_by_a_signal(handlers):
     def fail() -> None:
-        with deferred():
+        with stop_delayed():
             ask()
             raise ValueError("first")
 
@@ -165,10 +165,10 @@ def test_a_second_ctrl_c_ends_the_process_at_once_and_a_further_sigterm_changes_
     """torchrun sends SIGTERM to processes that got a signal before."""
     body = f"""if True:
         import os
-        from iep.runtime.signals import Stopped, become_worker, deferred, end_with_parent, handled, starting_workers
+        from iep.runtime.signals import Stopped, become_worker, stop_delayed, end_with_parent, handled, starting_workers
         with handled():
             try:
-                with deferred():
+                with stop_delayed():
                     [os.kill(os.getpid(), number) for number in {sent}]
             except Stopped as stop:
                 os._exit(stop.exit_code)

@@ -206,7 +206,8 @@ class Answer:
 
     def __str__(self) -> str:
         """Return the question, the likeliest answers, the program as a tree and the warning."""
-        return self.text() + f"\n  {self.seen.warning}" * bool(self.seen.warning)
+        warning = f"\n  {self.seen.warning}" if self.seen.warning else ""
+        return self.text() + warning
 
     def text(self, top: int = TOP) -> str:
         """Return lines with the question, its unknown words, the `top` likeliest answers, `doubt`, and the program."""

@@ -186,5 +186,8 @@ def _draw_tree(
 def _name(node: Node) -> list[str]:
     """Return the lines of a node's name: its function, its value in brackets, and what is unusual about it."""
     function, bracket, value = node.token.partition("[")
-    lines = (function, bracket + value, "(filled in)" * node.is_filled_in, f"({NOT_USED})" * bool(node.unused))
+    notes = ["(filled in)"] if node.is_filled_in else []
+    if node.unused:
+        notes.append(f"({NOT_USED})")
+    lines = (function, bracket + value, *notes)
     return [line for line in lines if line]

@@ -19,7 +19,7 @@ from iep.bench.workload import Minibatch, generated
 from iep.config import EngineConfig
 from iep.execution_engine.assembly import Running, fit_template, set_execution
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.parts import Sample
+from iep.execution_engine.parts import ProgramSample
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.assemble import assemble
 from iep.models.network import Network
@@ -109,7 +109,7 @@ def engine_benchmark(
     first = running.main_device
     largest = max(batch_sizes)
     workload = generated(max(largest, MIN_SAMPLES), questions_per_image, feature_shape, largest, seed)
-    sample = Sample(workload.programs_QL, workload.image_idxs_Q, "the generated questions")
+    sample = ProgramSample(workload.programs_QL, workload.image_idxs_Q, "the generated questions")
     network = Network.new("engine", config, workload.vocab, feature_shape)
     assemble({"engine": network}, workload.vocab, running, sample=sample)
     engine = network.module

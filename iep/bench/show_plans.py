@@ -17,7 +17,7 @@ from iep.bench.workload import encode
 from iep.config import EngineConfig
 from iep.data.question_file import load_vocab, open_split
 from iep.errors import InputError, nearest
-from iep.execution_engine.parts import NONE, Sample, check_options, make_placement
+from iep.execution_engine.parts import NONE, ProgramSample, check_options, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.network import Network
 from iep.programs import SCENE
@@ -99,7 +99,7 @@ def show_plans(
         config = EngineConfig(modules=modules, scene=scene)
         engine = Network.new("engine", config, vocab, FEATURE_SHAPE).module
     if placement != NONE:
-        sample = Sample(programs_BL, image_idxs_B, "these programs")
+        sample = ProgramSample(programs_BL, image_idxs_B, "these programs")
         engine.placement, placed = make_placement(placement, devices, engine, sample)
     image_rows_B = np.unique(image_idxs_B, return_inverse=True)[1]
     for strategy in strategies:

@@ -142,7 +142,8 @@ def main(
         if as_json:
             click.echo(json.dumps(answer.to_json(top) | ({} if picture is None else {"picture": str(picture)})))
         else:
-            click.echo(f"{answer.text(top)}\n" + f"  Wrote {picture}\n" * (picture is not None))
+            wrote = "" if picture is None else f"  Wrote {picture}\n"
+            click.echo(f"{answer.text(top)}\n{wrote}")
 
     if programs or questions:
         answers = model.ask(seen, list(questions) or None, program=list(programs) or None)

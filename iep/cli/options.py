@@ -87,7 +87,13 @@ class CommaList(click.ParamType):
 
 def all_of(*options: Callable) -> Callable:
     """Return a decorator that adds options to a command, in the order given."""
-    return lambda command: all_of(*options[:-1])(options[-1](command)) if options else command
+
+    def add(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 network_options = all_of(

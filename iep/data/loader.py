@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from iep.errors import InputError
-from iep.runtime.signals import become_worker, deferred, starting_workers
+from iep.runtime.signals import become_worker, starting_workers, stop_delayed
 
 Make = Callable[..., Any]
 """(choice, allocate=np.empty) -> a batch, whose features are in an array that `allocate(shape, dtype)` returned."""
@@ -96,7 +96,7 @@ def made_ahead(make: Make, choices: Iterable[Any], loading: Loading, slot_bytes:
     with starting_workers():  # a loader whose workers are just starting could not be ended cleanly
         iterator, end = iter(loader), object()
     while True:
-        with deferred():  # a signal interrupts no transfer
+        with stop_delayed():  # a signal interrupts no transfer
             item = next(iterator, end)
         if item is end:
             return

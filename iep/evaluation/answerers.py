@@ -33,7 +33,7 @@ from iep.evaluation.settings import AnswerSettings, NetworkSettings, Selection, 
 from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.assembly import Running
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.parts import Sample
+from iep.execution_engine.parts import ProgramSample
 from iep.execution_engine.trace import trace, unit_maps
 from iep.models.assemble import Sources, assemble
 from iep.preprocess.backbones import Scenes
@@ -88,7 +88,7 @@ def answer_by_networks(settings: NetworkSettings) -> Answered | None:
     check_same_data(settings.selection.data, vocab, [split])
     if settings.ee is not None and not settings.runs_predicted and questions.programs is None:
         raise InputError(f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
-    sample = Sample(questions.programs, questions.image_idxs, questions.path)
+    sample = ProgramSample(questions.programs, questions.image_idxs, questions.path)
     assemble(networks, vocab, running, [] if features is None else [features], sample)
     if settings.features_in_memory:
         split = split.in_memory()

@@ -18,7 +18,7 @@ from iep.batching.template import make_template
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, INITIALIZATIONS, check_choice, make_module_set
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.parts import NONE, Placement, Sample, check_options, make_placement, plan_sample
+from iep.execution_engine.parts import NONE, Placement, ProgramSample, check_options, make_placement, plan_sample
 from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.programs import SCENE
@@ -144,7 +144,7 @@ class Running:
         return first
 
 
-def prepare(engine: ExecutionEngine, running: Running, sample: Sample | None = None) -> None:
+def prepare(engine: ExecutionEngine, running: Running, sample: ProgramSample | None = None) -> None:
     """Move an engine to its devices, and set its execution.
 
     Args:
@@ -202,27 +202,30 @@ def set_execution(engine: ExecutionEngine, running: Running) -> None:
 def _problem(engine: ExecutionEngine, running: Running) -> str | None:
     """Return why an execution by kernels does not work, or has no effect, or None."""
     device, precision = running.main_device, running.precision
-    is_cuda, is_graph = device.type == "cuda", running.execution == "cuda_graph"
-    problems = {
-        "the engine is placed on several devices": engine.placement is not None,
-        "defer_weight_grads is for calls, and other executions always defer": running.defer_weight_grads,
-        "CUDA graphs are for training on a GPU": is_graph and not (running.training and is_cuda),
-        f"Triton's kernels run on a GPU, not on {device}": not is_cuda and os.environ.get("TRITON_INTERPRET") != "1",
-        f"Triton's kernels compute in bfloat16, and precision is {precision}": is_cuda
-        and resolve_precision(precision, device) != "bfloat16",
-        "Triton's kernels are for modules with weights of their own": engine.shared is not None,
-        "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm and context": (
-            is_graph and not engine.can_be_captured
-        ),
-        "Triton's kernels run only modules whose parameters are all those of convolutions of iep.batching.layers that "
-        "keep the size of the maps (module_norm adds others, and context reads the whole map)": not engine.op_groups(
-            by_kernels=True
-        ),
-    }
-    return next((problem for problem, holds in problems.items() if holds), None)
+    is_graph = running.execution == "cuda_graph"
+    if engine.placement is not None:
+        return "the engine is placed on several devices"
+    if running.defer_weight_grads:
+        return "defer_weight_grads is for calls, and other executions always defer"
+    if is_graph and not (running.training and device.type == "cuda"):
+        return "CUDA graphs are for training on a GPU"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"Triton's kernels run on a GPU, not on {device}"
+    if device.type == "cuda" and resolve_precision(precision, device) != "bfloat16":
+        return f"Triton's kernels compute in bfloat16, and precision is {precision}"
+    if engine.shared is not None:
+        return "Triton's kernels are for modules with weights of their own"
+    if is_graph and not engine.can_be_captured:
+        return "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm and context"
+    if not engine.op_groups(by_kernels=True):
+        return (
+            "Triton's kernels run only modules whose parameters are all those of convolutions of iep.batching.layers "
+            "that keep the size of the maps (module_norm adds others, and context reads the whole map)"
+        )
+    return None
 
 
-def fit_template(engine: ExecutionEngine, sample: Sample, batch_size: int, sharing: bool | None) -> None:
+def fit_template(engine: ExecutionEngine, sample: ProgramSample, batch_size: int, sharing: bool | None) -> None:
     """Set the calls that a CUDA graph runs, so that minibatches like those of a sample fit.
 
     Args:

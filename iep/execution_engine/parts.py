@@ -54,7 +54,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProgramSample:
     """Programs from which the work of each part is computed."""
 
     programs_QL: np.ndarray | None
@@ -95,7 +95,7 @@ def check_options(placement: str, devices: Sequence[str], device: str = "auto", 
             raise InputError(f"--devices: invalid device {name!r}, expected names such as cpu or cuda:0") from None
 
 
-def make_placement(option: str, devices: Sequence[str], engine: Any, sample: Sample) -> tuple[Placement, str]:
+def make_placement(option: str, devices: Sequence[str], engine: Any, sample: ProgramSample) -> tuple[Placement, str]:
     """Return the placement of the parts of an `ExecutionEngine` that `option` names, and a description of it.
 
     The description has for each device the number, the share of the work and the names of its parts. Devices are
@@ -142,7 +142,7 @@ def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
     return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in work})
 
 
-def work_of(engine: Any, sample: Sample) -> dict[str, float]:
+def work_of(engine: Any, sample: ProgramSample) -> dict[str, float]:
     """Return the work of each part: the mean floating-point operations of its forward pass per question of a sample."""
     assert sample.programs_QL is not None
     flops, tokens = _flops_of_parts(engine), engine.program_tokens
@@ -177,7 +177,7 @@ def _flops_of_parts(engine: Any) -> dict[str, float]:
     return flops
 
 
-def plan_sample(sample: Sample, planner: Callable, batch_size: int, most: int) -> list[Any]:
+def plan_sample(sample: ProgramSample, planner: Callable, batch_size: int, most: int) -> list[Any]:
     """Return the plans of at most `most` minibatches of questions that are evenly spread over a sample.
 
     Args:

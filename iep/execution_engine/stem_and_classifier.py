@@ -45,7 +45,8 @@ def make_stem(
     strides = [1] * len(widths) + [stride]
     for (before, after), step in zip(pairwise([feature_dim, *widths, out_dim]), strides, strict=True):
         layers.append(nn.Conv2d(before, after, kernel_size=3, padding=1, stride=step, bias=bias or not norm))
-        layers += [nn.BatchNorm2d(after)] * norm
+        if norm:
+            layers.append(nn.BatchNorm2d(after))
         layers.append(nn.ReLU(inplace=True))
     return nn.Sequential(*layers)
 
@@ -90,7 +91,8 @@ def make_classifier(
     layers: list[nn.Module] = []
     if projection:
         layers.append(nn.Conv2d(channels, projection, kernel_size=1))
-        layers += [nn.BatchNorm2d(projection)] * norm
+        if norm:
+            layers.append(nn.BatchNorm2d(projection))
         layers.append(nn.ReLU())
         channels = projection
     if pool == 0:
@@ -105,8 +107,10 @@ def make_classifier(
     dim = channels * height * width
     for hidden_dim in hidden:
         layers.append(nn.Linear(dim, hidden_dim))
-        layers += [nn.BatchNorm1d(hidden_dim)] * norm
+        if norm:
+            layers.append(nn.BatchNorm1d(hidden_dim))
         layers.append(nn.ReLU())
-        layers += [nn.Dropout(dropout)] * (dropout > 0)
+        if dropout > 0:
+            layers.append(nn.Dropout(dropout))
         dim = hidden_dim
     return nn.Sequential(*layers, nn.Linear(dim, num_answers))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from iep.data.features import Features
 from iep.execution_engine.assembly import Running, prepare
-from iep.execution_engine.parts import Sample
+from iep.execution_engine.parts import ProgramSample
 from iep.models.checkpoint import Checkpoint, read_checkpoint
 from iep.models.network import BASELINES, Network
 from iep.runtime.devices import place
@@ -59,7 +59,7 @@ def assemble(
     vocab: Vocab,
     running: Running,
     features: Sequence[Features] = (),
-    sample: Sample | None = None,
+    sample: ProgramSample | None = None,
 ) -> None:
     """Check that networks fit the data, and make them ready to run.
 

@@ -29,7 +29,7 @@ from iep.errors import InputError
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, is_current, value_digest, write_recipe
 from iep.runtime.distributed import barrier, by_main, is_main
 from iep.runtime.files import atomic_path, os_errors_name, row_checksums
-from iep.runtime.signals import deferred
+from iep.runtime.signals import stop_delayed
 
 _DATASET, _CHECKSUMS, _IMAGES = "features", "checksums", "image_checksums"
 
@@ -132,7 +132,7 @@ def _resume(partial: Path, spec: FeaturesSpec, overwrite: bool) -> np.ndarray:
             done_N[row] = row_checksums(hdf5[_DATASET][row][None])[0] == checksums_N[row]
         digest = read_attributes(hdf5[_DATASET])[IMAGES_DIGEST]
     if digest != value_digest(spec.images):  # their rows must not count as complete with the new images
-        with deferred(), h5py.File(partial, "r+", libver=FORMAT) as hdf5:
+        with stop_delayed(), h5py.File(partial, "r+", libver=FORMAT) as hdf5:
             hdf5[_CHECKSUMS][...] = np.where(done_N, checksums_N, 0)
             hdf5[_IMAGES][...] = images_N
             hdf5.flush()
@@ -151,8 +151,8 @@ def _create(partial: Path, spec: FeaturesSpec) -> None:
     partial.unlink(missing_ok=True)
     try:
         with atomic_path(partial) as temporary, open(temporary, "w+b") as file:
-            # Signals are deferred, because HDF5 would write to a file that is already closed.
-            with deferred(), h5py.File(file, "w", libver=FORMAT) as hdf5:
+            # Stops are delayed, because HDF5 would write to a file that is already closed.
+            with stop_delayed(), h5py.File(file, "w", libver=FORMAT) as hdf5:
                 create_in_place(hdf5, _CHECKSUMS, spec.shape[:1], np.dtype(np.uint32))
                 create_in_place(hdf5, _IMAGES, spec.shape[:1], np.dtype(np.uint32))[...] = _image_checksums(spec)
                 dataset = create_in_place(hdf5, _DATASET, spec.shape, spec.dtype)

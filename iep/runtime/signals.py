@@ -1,9 +1,9 @@
 """Ctrl-C and SIGTERM -> one line and exit code 130 or 143, without interrupting work that must be completed.
 
 Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is, as Python raises
-`KeyboardInterrupt`. Inside `deferred()` the exception is delayed until the end of the block, and in an import until its
-end. Python drops exceptions in destructors and in callbacks of weak references, so that a dropped `Stopped` is raised
-again a moment later. `cli/command.py` prints the line and exits; `training/loop.py` saves a stopped training run.
+`KeyboardInterrupt`. Inside `stop_delayed()` the exception waits for the end of the block, and in an import for the end
+of the import. Python drops exceptions in destructors and in callbacks of weak references, so that a dropped `Stopped`
+is raised again a moment later. `cli/command.py` prints the line and exits; `training/loop.py` saves a stopped run.
 
 All worker processes are forked within `starting_workers()` and begin with `become_worker()`: they leave signals to
 their parent, and end with it.
@@ -78,7 +78,7 @@ def handled() -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def stop_delayed() -> Iterator[None]:
     """Delay the `Stopped` of a signal in the block until its end; of nested blocks, until the end of the outermost.
 
     Raises:
@@ -122,7 +122,7 @@ def _note_dropped(dropped: "sys.UnraisableHookArgs") -> bool:
 
 
 def _raise_again(number: int, frame: FrameType | None) -> None:
-    """Raise `Stopped` if a stop is requested, unless the block is deferred; in an import, try again after a moment."""
+    """Raise `Stopped` if a stop is requested, unless the block delays it; in an import, try again after a moment."""
     if _stop_signal is None or _depth:
         return
     if _is_import(frame):
@@ -148,7 +148,7 @@ def starting_workers() -> Iterator[None]:
         InputError: the system has no space for what the processes share.
         Stopped: at the end of the block, unless it raises something else.
     """
-    with deferred():
+    with stop_delayed():
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             yield

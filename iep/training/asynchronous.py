@@ -25,7 +25,7 @@ from iep.errors import InputError
 from iep.execution_engine.parts import NONE
 from iep.runtime.devices import autocast, peak_memory, resolve_precision
 from iep.runtime.distributed import world_size
-from iep.runtime.signals import deferred, stop_signal
+from iep.runtime.signals import stop_delayed, stop_signal
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask, Metrics
 
@@ -107,7 +107,7 @@ class _Workers:
         assert run.records is not None  # the only process writes them
         while run.step < config.iterations:
             end = min(config.iterations, (run.step // config.validate_every + 1) * config.validate_every)
-            with deferred():  # a signal stops the run when nothing is in flight
+            with stop_delayed():  # a signal stops the run when nothing is in flight
                 try:
                     row = self._train(self._instances(batches, end))
                 except NotFiniteError as error:

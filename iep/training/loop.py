@@ -31,7 +31,7 @@ from iep.models.network import Network
 from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.records import VALIDATION, Records, start_tracker
-from iep.runtime.signals import Stopped, deferred
+from iep.runtime.signals import Stopped, stop_delayed
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas
 from iep.training.run_data import RunData
@@ -133,7 +133,7 @@ class Trainer:
             with (
                 enough_memory(self.device, what, "batch_size"),
                 # Several processes stop at a step that they agree on, not where the signal arrives.
-                deferred() if world_size() > 1 else nullcontext(),
+                stop_delayed() if world_size() > 1 else nullcontext(),
                 tqdm(
                     total=config.iterations,
                     initial=self.step,
@@ -171,7 +171,7 @@ class Trainer:
             InputError: the loss or a weight is not finite.
         """
         for batch in itertools.islice(batches, self.config.iterations - self.step):
-            with deferred():  # a signal stops the run between two steps
+            with stop_delayed():  # a signal stops the run between two steps
                 agreed = self.train_step(batch)
                 self.sums.update(agreed.metrics | {"steps": 1})
                 self.advance(len(batch.index))
@@ -250,7 +250,7 @@ class Trainer:
         paused = time.perf_counter()
         self._check_weights()
         score = None if validation is None else self.validate(validation)  # a signal interrupts it
-        with deferred():
+        with stop_delayed():
             self.validation_due = False
             improved = score is None or score >= self.best  # of equal ones, the newer
             if improved:

@@ -18,7 +18,7 @@ from iep.data.ordering import make_order
 from iep.data.question_families import family_filter
 from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
-from iep.execution_engine.parts import Sample
+from iep.execution_engine.parts import ProgramSample
 from iep.models.checkpoint import read_checkpoint
 from iep.models.network import different_settings
 from iep.preprocess.clevr_files import scenes_path
@@ -53,10 +53,10 @@ class RunData:
         return tuple(self.features[0].shape[1:]) if self.features else ()
 
     @property
-    def sample(self) -> Sample:
+    def sample(self) -> ProgramSample:
         """The programs of the training questions."""
         questions = self.training.questions
-        return Sample(questions.programs, questions.image_idxs, questions.path)
+        return ProgramSample(questions.programs, questions.image_idxs, questions.path)
 
 
 def open_data(config: Config, device: torch.device) -> RunData:
