@@ -1,4 +1,4 @@
-# `make demo` runs the main job on a small data set of its own; `make check` is what CI runs; `make soak` kills every job a
+# `make demo` runs the main job on generated data of CLEVR's difficulty; `make check` is what CI runs; `make soak` kills every job a
 # hundred times and watches the memory of a long run (half an hour; SOAK='--out FILE' keeps the table). These make .venv
 # first. `make gpu` runs and measures what needs a GPU, and writes a report (scripts/gpu.sh). `make lines` counts the
 # tokens and lines of every folder.

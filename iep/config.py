@@ -34,7 +34,8 @@ READING_FEATURES = ("ee", "joint", "cnn-lstm", "cnn-lstm-sa")
 """Models that read features."""
 MODULES = choices.MODULES
 BATCHING = tuple(SCHEDULERS)
-PRECISIONS = ("float32", "bfloat16", "auto")
+DTYPES = ("float32", "bfloat16")
+PRECISIONS = (*DTYPES, "auto")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
@@ -276,7 +277,7 @@ class Config:
 
     precision: str = setting("float32", choices=PRECISIONS)
     """The dtype in which the networks compute. Weights and the program generator always use float32. auto is bfloat16
-    on devices with instructions for it, where it is faster, and float32 on others."""
+    on devices with instructions for it, and float32 on others."""
 
     freeze: tuple[str, ...] = ()
     """The parts of the model that training does not change, by their names in `iep/training/freezing.py`."""

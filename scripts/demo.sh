@@ -16,7 +16,20 @@ read -ra SYNTH <<<"${SYNTH---train 5000 --val 250 --questions-per-image 20}"
 answer() { # NAME OPTION...: evaluate into OUT/eval/NAME
     evaluate "${1//_/ }" "$OUT/eval/$1" --data "$DATA" "${@:2}"
 }
-train_on_data() { train "$OUT/$1" --config "$CONFIGS/demo/$1.yaml" --data "$DATA" "${@:2}"; }
+train_on_data() { # NAME OPTION...: a recipe for two cores, shortened
+    local config=mini/$1 shorter=()
+    case $1 in
+    pg) config=synth/pg_small shorter=(iterations=8000 validate_every=4000) ;;
+    ee)
+        config=synth/pooled_small
+        shorter=(iterations=2100 validate_every=1050 "curriculum=[[0,4],[200,7],[400,12],[600,40]]" learning_rate=2e-3)
+        ;;
+    lstm) shorter=(validate_every=1000) ;;
+    # So few iterations show that joint training runs. The published recipe is clevr/joint.
+    joint) shorter=(iterations=40 validate_every=40 batch_size=128 num_val_samples=1000 precision=auto) ;;
+    esac
+    train "$OUT/$1" --config "$CONFIGS/$config.yaml" --data "$DATA" "${shorter[@]}" "${@:2}"
+}
 
 step iep-synth "$OUT/clevr" --preset clevr --test 0 --workers "$(getconf _NPROCESSORS_ONLN)" "${SYNTH[@]}"
 step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16

@@ -91,7 +91,7 @@ prepare() { # NAME: train the backbone on the images of A, or all program genera
 # questions, of which residual blocks see short ones for longer: otherwise they learn nothing.
 learn_model() {
     local n=$ITERATIONS short shorter engine
-    if [ "$1" = 1 ]; then n=$((n / 3)); fi # few questions are learnt by heart by then
+    if [ "$1" = 1 ]; then n=$((n / 3)); fi # few questions are memorized by then
     short="curriculum=[[0,4],[$((n / 3)),7],[$((n / 2)),12],[$((n * 2 / 3)),40]]"
     shorter="curriculum=[[0,4],[$((n / 12)),7],[$((n / 6)),12],[$((n / 4)),40]]"
     engine=(precision=auto iterations="$n" validate_every=$((n / 3)))

@@ -102,7 +102,7 @@ DOUBTED = [
     (
         "query_color unique filter_shape[cube] scene",
         "blue",
-        "2 cubes were found where the question expects one",
+        "2 cubes were found where one is expected",
     ),
     ("less_than count scene count scene", "yes", "the objects found in the image give the answer 'no'"),
 ]

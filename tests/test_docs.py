@@ -113,16 +113,16 @@ def test_the_core_by_hand_prints_what_its_page_shows(page: str, capsys: pytest.C
 
 
 HEADLINES = [
-    (r"ends with \[([\d.]+)%\]", "2026-11-27-demo.txt", r"^overall .* ([\d.]+) +[\d.]+$"),
+    (r"answers \[([\d.]+)%\]", "2026-11-27-demo.txt", r"^overall .* ([\d.]+) +[\d.]+$"),
     (r"most common answer of each question type\s+scores ([\d.]+)%", "2026-11-27-demo.txt", r"^overall +\d+ +([\d.]+)"),
     (
-        r"trains on ([\d,]+)\s+questions/s",
+        r"trains on ([\d,]+)\s+questions/s one node",
         "2026-11-26-gpu.txt",
         r"^vanilla .* ([\d.]+) +[\d.]+-[\d.]+ +1.00x",
     ),
-    (r"on ([\d,]+) by `lookahead`", "2026-11-26-gpu.txt", r"^lookahead  .* ([\d.]+) +[\d.]+-[\d.]+ +[\d.]+x"),
+    (r"on ([\d,]+) by\s+`lookahead`", "2026-11-26-gpu.txt", r"^lookahead  .* ([\d.]+) +[\d.]+-[\d.]+ +[\d.]+x"),
     (
-        r"\[([\d,]+)\]\(docs/architecture.md#three-ways-to-execute\) with\s+`cuda_graph`",
+        r"\[([\d,]+)\]\(docs/architecture.md#three-ways-to-execute\) with",
         "2026-11-26-gpu.txt",
         r"^lookahead\+sharing\+cuda_graph\+bfloat16 .* (\d+) ",
     ),

@@ -57,7 +57,7 @@ FACTS = facts_of(
 )
 RED, SPHERE = "unique filter_color[red] scene", "unique filter_shape[sphere] scene"
 LONG = f"{200 * 'relate[left] unique filter_shape[cube] relate[right] unique '}filter_color[red] scene"
-EXPECTED_ONE = "were found where the question expects one"
+EXPECTED_ONE = "were found where one is expected"
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,19 @@ class Answer:
     def warning(self) -> str:
         """Reasons to doubt the answer, one a line; empty if there is none.
 
-        They are the question's unknown words and, if the backbone finds objects, either that these are unlike those of
-        CLEVR's images, such as none at all, or `doubt`.
+        They are the question's unknown words, and `doubt`.
         """
         about_words = () if self.words is None else self.words.warnings
-        return "\n".join(line for line in (*about_words, self.seen.warning, self.doubt) if line)
+        return "\n".join(line for line in (*about_words, self.doubt) if line)
 
     @cached_property
     def doubt(self) -> str:
-        """The reason why the found objects contradict the answer; empty if they do not, or there are none."""
+        """The reason that the objects in the image give to doubt the answer; empty if there is none.
+
+        Either the objects are unlike those of CLEVR's images, such as none at all, or they contradict the answer.
+        """
         if self.tree is None or self.seen.facts is None:
-            return ""
+            return self.seen.warning
         return reason_to_doubt(tokens_run(self.tree), self.seen.facts, self.answer)
 
     def __repr__(self) -> str:
@@ -205,9 +207,8 @@ class Answer:
         return f"<Answer {self.answer!r} ({100 * self.probability:.1f}%){asked}>"
 
     def __str__(self) -> str:
-        """Return the question, the likeliest answers, the program as a tree and the warning."""
-        warning = f"\n  {self.seen.warning}" if self.seen.warning else ""
-        return self.text() + warning
+        """Return the question, the likeliest answers, the warning and the program as a tree."""
+        return self.text()
 
     def text(self, top: int = TOP) -> str:
         """Return lines with the question, its unknown words, the `top` likeliest answers, `doubt`, and the program."""
@@ -236,8 +237,8 @@ class Answer:
         if self.tree is not None and self.engine is not None:
             predicted = content_tokens(self.indices, self.engine.program_tokens)
             content |= {"program": predicted, "run": tokens_run(self.tree)}
-        if warning := self.seen.warning or self.doubt:
-            content["warning"] = warning
+        if self.doubt:
+            content["warning"] = self.doubt
         return content
 
     def draw(self, path: Path | str | None = None, saliency: str = DEFAULT_SALIENCY, top: int = TOP) -> "Figure":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from iep.config import BATCHING, PRECISIONS, Config
+from iep.config import BATCHING, DTYPES, Config
 from iep.errors import InputError, nearest
 from iep.execution_engine.choices import DEFAULT_EXECUTION, EXECUTIONS
 
@@ -16,7 +16,7 @@ GROUPED = tuple(each for each in EXECUTIONS if each != DEFAULT_EXECUTION)
 ADDITIONS: dict[str, tuple[str, Any]] = {
     **{each: (each, True) for each in OPTIONS},
     **{each: ("execution", each) for each in GROUPED},
-    **{each: ("precision", each) for each in PRECISIONS},
+    **{each: ("precision", each) for each in DTYPES},
 }
 """The field of a strategy that each addition to a scheduler sets, and its value."""
 
@@ -35,13 +35,13 @@ class Strategy:
     sharing: bool = False
     defer: bool = False
     execution: str = DEFAULT_EXECUTION
-    precision: str = PRECISIONS[0]
+    precision: str = DTYPES[0]
 
     @property
     def name(self) -> str:
         """The name of the strategy, which `parse_strategies` reads."""
         added = [each for each, (field, value) in ADDITIONS.items() if getattr(self, field) == value]
-        return "+".join([self.batching, *(each for each in added if each != PRECISIONS[0])])
+        return "+".join([self.batching, *(each for each in added if each != DTYPES[0])])
 
 
 def parse_strategies(text: str, options: Sequence[str] = tuple(ADDITIONS)) -> list[Strategy]:

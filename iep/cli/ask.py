@@ -130,8 +130,6 @@ def main(
     if model.backbone is None and image is not None:
         click.echo(f"{model.path}: does not read the image", err=True)
     seen = model.see(image)
-    if seen.warning:
-        click.echo(f"{image}: {seen.warning}", err=True)
 
     def show(answer: "Answer", picture: Path | None) -> None:
         """Print one answer, and draw it into a file unless `picture` is None."""

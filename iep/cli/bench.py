@@ -19,7 +19,7 @@ from iep.cli.options import (
     device_settings,
     placement_options,
 )
-from iep.config import MODULES, PRECISIONS, WITH_ENGINE, Config, EngineConfig, read_config
+from iep.config import DTYPES, MODULES, WITH_ENGINE, Config, EngineConfig, read_config
 from iep.errors import InputError
 from iep.execution_engine.choices import SCENES, is_outside
 
@@ -100,7 +100,7 @@ def main() -> None:
 
 @main.command(cls=RecordedCommand)
 @option("--batch-sizes", type=SIZES, default="1,4,16,64,256,1024", help="Questions per minibatch.")
-@batching(ALL, *OPTIONS, *GROUPED, *PRECISIONS)
+@batching(ALL, *OPTIONS, *GROUPED, *DTYPES)
 @option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Generated questions per image.")
 @option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Shape of generated features.")
 @option("--config", "config_file", type=PATH, help="YAML file of settings, or the name of a config, such as mini/ee.")

@@ -201,7 +201,8 @@ def set_execution(engine: ExecutionEngine, running: Running) -> None:
 
 def _problem(engine: ExecutionEngine, running: Running) -> str | None:
     """Return why an execution by kernels does not work, or has no effect, or None."""
-    device, precision = running.main_device, running.precision
+    device = running.main_device
+    precision = resolve_precision(running.precision, device)
     is_graph = running.execution == "cuda_graph"
     if engine.placement is not None:
         return "the engine is placed on several devices"
@@ -211,7 +212,7 @@ def _problem(engine: ExecutionEngine, running: Running) -> str | None:
         return "CUDA graphs are for training on a GPU"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Triton's kernels run on a GPU, not on {device}"
-    if device.type == "cuda" and resolve_precision(precision, device) != "bfloat16":
+    if device.type == "cuda" and precision != "bfloat16":
         return f"Triton's kernels compute in bfloat16, and precision is {precision}"
     if engine.shared is not None:
         return "Triton's kernels are for modules with weights of their own"

@@ -86,7 +86,7 @@ class SameModule(nn.Module):
     greatest. Other rows of the call have no influence.
 
     Its initial weights make it an attention to positions that are similar and not attended. With weights of random
-    signs, training takes several times as many iterations (docs/results.md).
+    signs, training takes several times as many iterations.
     """
 
     def __init__(self, dim: int):

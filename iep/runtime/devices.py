@@ -45,15 +45,16 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Return `float32` or `bfloat16`: the precision that is given, or for `auto` the faster one of a device.
+    """Return `float32` or `bfloat16`; `auto` is bfloat16 where the device has instructions for it.
 
-    That is bfloat16 on GPUs of compute capability 8.0 or higher, and on CPUs with its instructions (AVX512-BF16, AMX).
+    These devices are GPUs of compute capability 8.0 or higher, and CPUs with AVX512-BF16 or AMX. Small networks, and
+    module calls on a GPU, can be slower in bfloat16.
     """
     if precision != "auto":
         return precision
     is_cuda = device.type == "cuda"
-    is_faster = torch.cuda.get_device_capability(device) >= (8, 0) if is_cuda else _computes_bfloat16(CPU_INFO)
-    return "bfloat16" if is_faster else "float32"
+    has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0) if is_cuda else _computes_bfloat16(CPU_INFO)
+    return "bfloat16" if has_bfloat16 else "float32"
 
 
 @cache

@@ -133,7 +133,7 @@ def _results(program: Sequence[ProgramCall], facts: Facts) -> list[Any]:
         inputs = [results[i] for i in call.inputs]
         if call.function == "unique" and (count := inputs[0].bit_count()) != 1:
             things = in_words(program, call.inputs[0], many=count > 1)
-            several = f"{count} {things} were found where the question expects one"
+            several = f"{count} {things} were found where one is expected"
             raise IllPosedError(several if count else f"no {things} was found")
         results.append(_call(call.function, inputs, call.value or "", facts))
     return results
