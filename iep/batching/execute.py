@@ -10,8 +10,8 @@ Shapes: G rows of a call, F numbers of a value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, overload
 
 import torch
@@ -19,22 +19,22 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from iep.batching.deferred import DeferredWeightGrads
-from iep.batching.layers import computed_by
 from iep.batching.plan import Argument, Call, Plan, Result
 from iep.batching.schedulers import Segment
 
 Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
+CallContext = Callable[[], AbstractContextManager[Any]]
+"""A function that returns the context manager in which the module of a call runs."""
 
 
 @overload
-def execute(plan: Plan, modules: Modules, inputs: Tensor, defer_weight_grads: bool = False) -> Tensor: ...
+def execute(plan: Plan, modules: Modules, inputs: Tensor, call_context: CallContext = nullcontext) -> Tensor: ...
 @overload
 def execute(
-    plan: Plan, modules: Modules, inputs: Mapping[int, Tensor], defer_weight_grads: bool = False
+    plan: Plan, modules: Modules, inputs: Mapping[int, Tensor], call_context: CallContext = nullcontext
 ) -> tuple[Tensor, ...]: ...
 def execute(
-    plan: Plan, modules: Modules, inputs: Tensor | Mapping[int, Tensor], defer_weight_grads: bool = False
+    plan: Plan, modules: Modules, inputs: Tensor | Mapping[int, Tensor], call_context: CallContext = nullcontext
 ) -> Tensor | tuple[Tensor, ...]:
     """Run a plan, and return the roots' values, (B, ...) in the order of the roots.
 
@@ -45,11 +45,12 @@ def execute(
             place, as they may share memory with results of other calls; PyTorch raises an error if it needs gradients.
             An op group's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call;
             without one, its functions run in a loop. A callable with a method `run_in_place(states, buffers, call)`
-            reads and writes the buffers itself, and returns the states of the columns after it (`fused.py`).
+            reads and writes the buffers itself, and returns the states of the columns after it.
         inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in the same
             dtype and memory format. For a graph with types, one such tensor for each column that has inputs; the
             result is then a tuple with a tensor for each of the types' roots.
-        defer_weight_grads: compute each weight's gradient once, over all calls (`deferred.py`).
+        call_context: a function that returns the context manager in which the module of a call runs, if the run is
+            recorded for a backward pass. It is called once for each call.
 
     Gradients cannot be differentiated again.
 
@@ -61,18 +62,17 @@ def execute(
         raise ValueError("the plan has no roots: an empty minibatch cannot be run")
     given = {0: inputs} if isinstance(inputs, Tensor) else inputs
     used = tuple(given[made.column // plan.num_devices] for made in plan.inputs)
-    values = _run(plan, modules, used, defer_weight_grads)
+    values = _run(plan, modules, used, call_context)
     return values[0] if isinstance(inputs, Tensor) else tuple(values)
 
 
-def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) -> Sequence[Tensor]:
+def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], call_context: CallContext) -> Sequence[Tensor]:
     """Run the calls in order. Between two calls, write the results of one and read the arguments of the next.
 
     The *state* of a column represents its values between two calls, (num_rows, F), and takes no memory. Its gradient is
     the gradient of these values, which a backward pass therefore passes from one exchange to the previous one.
     """
     buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
-    context = partial(computed_by, DeferredWeightGrads()) if defer and is_recorded else nullcontext
     states: Sequence[Tensor] = ()
     results, values = plan.inputs, inputs
 
@@ -92,7 +92,7 @@ def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) 
             states, results, values = module.run_in_place(states, buffers, call), (), ()
         else:
             states, arguments = exchange(call.arguments)
-            with context():
+            with call_context() if is_recorded else nullcontext():
                 results, values = call.results, run_call(plan, modules, call, arguments)
     _, found = exchange(plan.roots)
     buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
@@ -225,18 +225,6 @@ class Buffers:
         # so that a copy of a small part of it takes less memory.
         rows = values.data[argument.rows]
         return kind.view(rows.clone() if 2 * len(rows) < len(values) else rows, argument.count)
-
-    def maps(self, column: int) -> Tensor:
-        """Return all values of a column of maps, (num_rows, H, W, C), of which some are not written yet.
-
-        Raises:
-            ValueError: the maps are not in channels-last format.
-        """
-        kind = self.kinds[column]
-        maps_MHWC = kind.view(self.values[column]).permute(0, 2, 3, 1)
-        if not maps_MHWC.is_contiguous():
-            raise ValueError("inputs in channels-first format, but Triton's kernels need channels-last format")
-        return maps_MHWC
 
     def rows(self, argument: Argument) -> Tensor:
         """Return the numbers of the rows that an argument reads."""

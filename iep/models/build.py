@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
-from iep.batching.template import make_template
 from iep.config import MODELS, SECTIONS, Config, EngineConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
@@ -26,6 +25,7 @@ from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import Placement, Sample, make_placement, plan_sample
 from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
+from iep.kernels.template import make_template
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.programs import SCENE
 from iep.runtime.devices import resolve_precision
@@ -317,7 +317,7 @@ def _problem(
         "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm and context": (
             execution == "cuda_graph" and not engine.can_be_captured
         ),
-        "Triton's kernels run only modules whose parameters are all those of convolutions of iep.batching.layers that "
+        "Triton's kernels run only modules whose parameters are all those of convolutions of iep.kernels.layers that "
         "keep the size of the maps (module_norm adds others, and context reads the whole map)": not engine.op_groups(
             by_kernels=True
         ),

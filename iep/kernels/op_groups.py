@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from iep.batching.layers import Conv2d
 from iep.batching.plan import OpGroup, Plan
+from iep.kernels.layers import Conv2d
 
 
 def architecture(module: nn.Module, by_kernels: bool = False) -> Any:

@@ -12,22 +12,20 @@ Shapes: F functions, G rows of a call, N rows of all calls, M rows of a buffer, 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from iep.batching import triton_conv
-from iep.batching.deferred import Chains, first_token, token_of_pass
-from iep.batching.layers import Conv2d, autocast_dtype, computed_by
-from iep.batching.op_groups import grouped_modules, together_of
+from iep.batching.execute import Buffers
 from iep.batching.plan import Call, Functions, OpGroup, Plan
-from iep.batching.triton_conv import Maps
-
-if TYPE_CHECKING:
-    from iep.batching.execute import Buffers
+from iep.kernels import triton_conv
+from iep.kernels.deferred import Chains, first_token, token_of_pass
+from iep.kernels.layers import Conv2d, autocast_dtype, computed_by
+from iep.kernels.op_groups import grouped_modules, together_of
+from iep.kernels.triton_conv import Maps
 
 
 def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Any]:
@@ -132,6 +130,18 @@ def _empty(values_MHWC: Tensor, size: int, weight_FTIO: Tensor) -> Tensor:
     return values_MHWC.new_empty(size, *values_MHWC.shape[1:3], weight_FTIO.shape[3])
 
 
+def _maps(buffers: Buffers) -> Tensor:
+    """Return all values of the single column, (M, H, W, C), of which some are not written yet.
+
+    Raises:
+        ValueError: the maps are not in channels-last format.
+    """
+    maps_MHWC = buffers.kinds[0].view(buffers.values[0]).permute(0, 2, 3, 1)
+    if not maps_MHWC.is_contiguous():
+        raise ValueError("inputs in channels-first format, but Triton's kernels need channels-last format")
+    return maps_MHWC
+
+
 class ConvModule:
     """The modules of an op group as one callable, for one step.
 
@@ -178,9 +188,9 @@ class ConvChain:
         self.made: list[Tensor] = []
         """In training, the results of all steps but the last for the rows of all calls, (N, H, W, O) each."""
 
-    def run_in_place(self, states: Sequence[Tensor], buffers: "Buffers", call: Call) -> Sequence[Tensor]:
+    def run_in_place(self, states: Sequence[Tensor], buffers: Buffers, call: Call) -> Sequence[Tensor]:
         """Write the results of a call into the buffers, and return the states of the columns after it."""
-        values, is_recorded = buffers.maps(0), torch.is_grad_enabled()
+        values, is_recorded = _maps(buffers), torch.is_grad_enabled()
         if not self.banks:
             self.banks = [Bank(convs, values.dtype) for convs in self._convs]
             self._tokens = [first_token(bank) for bank in self.banks]
@@ -195,7 +205,7 @@ class ConvChain:
     def _between(self, values: Tensor, size: int) -> list[Tensor]:
         return [_empty(values, size, bank.weight_FTIO) for bank in self.banks[:-1]]
 
-    def compute(self, buffers: "Buffers", stored: Tensor, call: Call, made: Sequence[Tensor]) -> None:
+    def compute(self, buffers: Buffers, stored: Tensor, call: Call, made: Sequence[Tensor]) -> None:
         """Compute the results of a call, and store them. Those of all steps but the last are written to `made`."""
         values = [Maps(stored, buffers.rows(each)) for each in call.arguments]
         values += [Maps(each, buffers.numbers) for each in made]
@@ -212,7 +222,7 @@ class _Chain(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, state: Tensor, chain: ConvChain, buffers: "Buffers", values: Tensor, call: Call, *tokens: Tensor
+        ctx: Any, state: Tensor, chain: ConvChain, buffers: Buffers, values: Tensor, call: Call, *tokens: Tensor
     ) -> tuple[Tensor, ...]:
         # Autograd frees saved tensors after the backward pass. The chain is not kept, because it refers to the results
         # of all calls. `.data` does not share a version counter, which the writes of later calls increase.

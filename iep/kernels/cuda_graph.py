@@ -15,8 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching.execute import execute
-from iep.batching.fused import kernel_modules
 from iep.batching.plan import Plan
+from iep.kernels.fused import kernel_modules
 
 WARM_UP = 3
 """The number of passes before the capture, in which kernels are compiled and their configurations are chosen."""

@@ -10,6 +10,8 @@ Shapes: G rows of a call.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,12 +21,22 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from iep.batching.layers import autocast_dtype
+from iep.batching.execute import CallContext
+from iep.kernels.layers import autocast_dtype, computed_by
 
 ROWS_OF_THEIR_OWN = 256
 """The number of rows from which a call of a linear layer has a product of its own. Concatenating calls of 256 to 2,048
 rows was measured to make a training step of layers of 128 to 512 features up to 20% slower on a CPU."""
 _numbers = count()
+
+
+def weight_grad_context(deferred: bool) -> CallContext:
+    """Return the `call_context` of one run of `execute`.
+
+    Args:
+        deferred: compute the gradient of each weight once, over all calls; see `DeferredWeightGrads`.
+    """
+    return partial(computed_by, DeferredWeightGrads()) if deferred else nullcontext
 
 
 class Chains:
