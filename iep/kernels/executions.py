@@ -24,22 +24,37 @@ Modules = Mapping[int, nn.Module]
 Inputs = Mapping[int, Tensor]
 """The inputs of each column that has inputs."""
 Execution = Callable[[Plan, Graph, Modules, Inputs, bool], Sequence[Tensor]]
-"""A function from a plan, its graph, modules, inputs, and whether weight gradients are deferred to the values of the
-roots."""
+"""(plan, graph of the plan, modules, inputs, defer) -> the values of the roots. With `defer`, weight gradients are
+deferred."""
 
 
-def run_calls(plan: Plan, _: Graph, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
+def run_calls(
+    plan: Plan,
+    _: Graph,
+    modules: Modules,
+    inputs: Inputs,
+    defer: bool,
+) -> Sequence[Tensor]:
     """Run one function in each call, or all of one number of arguments if they share their weights."""
-    callables: dict[int, Callable] = {**modules, **grouped_modules(plan, modules)}
+    op_groups = grouped_modules(plan, modules)
+    callables: dict[int, Callable] = {**modules, **op_groups}
     return execute(plan, callables, inputs, weight_grad_context(defer))
 
 
-def run_kernels(plan: Plan, _: Graph, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
+def run_kernels(
+    plan: Plan,
+    _: Graph,
+    modules: Modules,
+    inputs: Inputs,
+    defer: bool,
+) -> Sequence[Tensor]:
     """Run all functions of an op group in each call, by Triton's kernels. Weight gradients are always deferred."""
     from iep.kernels.fused import kernel_modules  # which needs Triton
 
-    callables: dict[int, Callable] = {**modules, **kernel_modules(plan, modules)}
-    return execute(plan, callables, _for_kernels(inputs), weight_grad_context(deferred=True))
+    op_groups = kernel_modules(plan, modules)
+    callables: dict[int, Callable] = {**modules, **op_groups}
+    converted = _for_kernels(inputs)
+    return execute(plan, callables, converted, weight_grad_context(deferred=True))
 
 
 class CudaGraphs:
@@ -54,7 +69,14 @@ class CudaGraphs:
         self._captured: dict[tuple[torch.dtype, bool], Any] = {}
         """The graphs, by the dtype of the inputs and whether the inputs need gradients."""
 
-    def __call__(self, plan: Plan, graph: Graph, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
+    def __call__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        modules: Modules,
+        inputs: Inputs,
+        defer: bool,
+    ) -> Sequence[Tensor]:
         """Return the values of the roots. Weight gradients are always deferred."""
         from iep.kernels.cuda_graph import CapturedExecution  # which needs Triton
 
@@ -62,8 +84,9 @@ class CudaGraphs:
         key = maps_NCHW.dtype, maps_NCHW.requires_grad
         if key not in self._captured:
             self._captured[key] = CapturedExecution(plan, modules, maps_NCHW)
+        run = self._captured[key]
         ops, _ = graph.kinds
-        results = self._captured[key](plan, ops.tolist(), maps_NCHW)
+        results = run(plan, ops.tolist(), maps_NCHW)
         return (results[: len(graph.roots)],)
 
 

@@ -5,7 +5,7 @@ that one CUDA graph can run them (`cuda_graph.py`). Rows that a graph does not n
 function and are read by no other row. Their own values, which nothing computes, stand for their arguments, so that the
 undefined gradients of these are added to rows that nothing reads, a different one for each.
 
-Shapes: N nodes, K calls, M rows, A arguments, V ops, F functions of an op group.
+Shapes: N nodes, S slots, R roots, K calls, M rows, A arguments, V ops, O op groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,45 +49,84 @@ class Template:
         if graph.num_inputs > self.num_inputs or len(graph.roots) > self.num_roots:
             return None
         op_group_V, function_V = _positions(self.op_groups)
-        function_N = function_V[graph.op]
         call_N = last_calls(self.call_K, op_group_V[graph.op], graph.reads)
-        if (call_N < 0).any() or ((count_K := np.bincount(call_N, minlength=len(self.size_K))) > self.size_K).any():
+        if (call_N < 0).any():
             return None
-        order_N = np.lexsort((function_N, call_N))  # the rows of a call are sorted by function
-        row_N = np.empty(graph.num_nodes, dtype=np.int64)
-        row_N[order_N] = np.arange(graph.num_nodes) - np.repeat(count_K.cumsum() - count_K, count_K)
-        row_N += (self.num_inputs + self.size_K.cumsum() - self.size_K)[call_N]
+        count_K = np.bincount(call_N, minlength=len(self.size_K))
+        if (count_K > self.size_K).any():
+            return None
+        function_N = function_V[graph.op]
+        row_N = self._rows(function_N, call_N, count_K)
         row_S = np.concatenate([np.arange(graph.num_inputs), row_N])
-        num_rows = self.num_inputs + int(self.size_K.sum())
-        reads_AM, function_M = np.tile(np.arange(num_rows), (max(self.arity), 1)), np.full(num_rows, len(function_V))
-        function_M[row_N] = function_N
-        for reads_M, slot_N in zip(reads_AM, graph.args.T, strict=False):
-            reads_M[row_N[slot_N >= 0]] = row_S[slot_N[slot_N >= 0]]
 
-        calls, index, row, read, numbers = [], [], self.num_inputs, 0, [*self.op_groups]
+        num_rows = self.num_inputs + int(self.size_K.sum())
+        function_M = np.full(num_rows, len(function_V))
+        function_M[row_N] = function_N
+        reads_AM = np.tile(np.arange(num_rows), (max(self.arity), 1))
+        for reads_M, slot_N in zip(reads_AM, graph.args.T, strict=False):
+            has_argument_N = slot_N >= 0
+            slots = slot_N[has_argument_N]
+            reads_M[row_N[has_argument_N]] = row_S[slots]
+        root_R = np.zeros(self.num_roots, dtype=np.int64)
+        root_R[: len(graph.roots)] = row_S[graph.roots]
+        return self._plan(reads_AM, function_M, root_R)
+
+    def _rows(self, function_N: np.ndarray, call_N: np.ndarray, count_K: np.ndarray) -> np.ndarray:
+        """Return the row of each node, (N,). The rows of a call are sorted by function."""
+        order_N = np.lexsort((function_N, call_N))
+        nodes_before_K = count_K.cumsum() - count_K
+        rows_before_K = self.size_K.cumsum() - self.size_K
+        position_N = np.empty(len(call_N), dtype=np.int64)
+        position_N[order_N] = np.arange(len(call_N)) - np.repeat(nodes_before_K, count_K)
+        return self.num_inputs + rows_before_K[call_N] + position_N
+
+    def _plan(self, reads_AM: np.ndarray, function_M: np.ndarray, root_R: np.ndarray) -> Plan:
+        """Return a plan of the template.
+
+        Args:
+            reads_AM: the row that each row reads as each argument.
+            function_M: the position of the function of each row in its op group, greater than all for padding.
+            root_R: the rows of the roots.
+        """
+        numbers = [*self.op_groups]
         functions: list[list[np.ndarray]] = [[] for _ in numbers]
+        calls, index = [], []
+        row, read = self.num_inputs, 0
         for op_group, size in zip(self.call_K.tolist(), self.size_K.tolist(), strict=True):
-            rows, arguments = slice(row, row + size), []
-            for reads_M in reads_AM[: self.arity[op_group]]:
-                arguments.append(Argument(0, slice(read, read + size), False))
-                index.append(reads_M[rows])
-                read += size
-            place = len(functions[op_group]), sum(map(len, functions[op_group]))
-            functions[op_group].append(function_M[rows])
-            calls.append(Call(numbers[op_group], size, tuple(arguments), (Result(0, rows),), (), place))
+            rows = slice(row, row + size)
             row += size
-        roots = np.zeros(self.num_roots, dtype=np.int64)
-        roots[: len(graph.roots)] = row_S[graph.roots]
+            arguments = []
+            for reads_M in reads_AM[: self.arity[op_group]]:
+                index.append(reads_M[rows])
+                arguments.append(Argument(0, slice(read, read + size), False))
+                read += size
+            others = functions[op_group]
+            calls.append(
+                Call(
+                    op=numbers[op_group],
+                    size=size,
+                    arguments=tuple(arguments),
+                    results=(Result(0, rows),),
+                    segments=(),
+                    in_op_group=(len(others), sum(map(len, others))),
+                )
+            )
+            others.append(function_M[rows])
+
+        index.append(root_R)
+        column = Column(row, torch.from_numpy(np.concatenate(index)))
+        roots = Argument(0, slice(read, read + self.num_roots), False)
+        op_groups = {
+            number: make_op_group(self.op_groups[number], functions_K)
+            for number, functions_K in zip(numbers, functions, strict=True)
+            if functions_K
+        }
         return Plan(
-            tuple(calls),
-            (Column(num_rows, torch.from_numpy(np.concatenate([*index, roots]))),),
-            (Result(0, slice(0, self.num_inputs)),),
-            (Argument(0, slice(read, read + self.num_roots), False),),
-            op_groups={
-                number: make_op_group(self.op_groups[number], rows_K)
-                for number, rows_K in zip(numbers, functions, strict=True)
-                if rows_K
-            },
+            calls=tuple(calls),
+            columns=(column,),
+            inputs=(Result(0, slice(0, self.num_inputs)),),
+            roots=(roots,),
+            op_groups=op_groups,
         )
 
 
@@ -99,33 +138,56 @@ def make_template(graphs: Sequence[Graph], op_groups: Mapping[int, int]) -> Temp
     Args:
         op_groups: the number of the op group of every op.
     """
-    ops_of = {
-        number: tuple(op for op, each in sorted(op_groups.items()) if each == number)
-        for number in sorted(set(op_groups.values()))
-    }
+    ops_of: dict[int, tuple[int, ...]] = {}
+    for number in sorted(set(op_groups.values())):
+        ops = [op for op, each in op_groups.items() if each == number]
+        ops_of[number] = tuple(sorted(ops))
     op_group_V, _ = _positions(ops_of)
-    found = [op_strings(op_group_V[graph.op], graph.reads) for graph in graphs]
-    strings = [each for each in found if each is not None]
-    assert len(strings) == len(found), "programs are trees, which have no more paths than leaves"
-    width = max(each.shape[1] for each in strings)
-    padded = [np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in strings]
-    call_K = np.array(short_supersequence(np.unique(np.concatenate(padded), axis=0)), dtype=np.int64)
-
-    most_K, arity = np.zeros(len(call_K), dtype=np.int64), [1] * len(ops_of)
+    call_K = _calls(graphs, op_group_V)
+    most_K = np.zeros(len(call_K), dtype=np.int64)
+    arity_O = np.ones(len(ops_of), dtype=np.int64)
     for graph in graphs:
-        op_group_N, arity_N = op_group_V[graph.op], (graph.args >= 0).sum(axis=1)
+        op_group_N = op_group_V[graph.op]
         call_N = last_calls(call_K, op_group_N, graph.reads)
-        most_K = np.maximum(most_K, np.bincount(call_N, minlength=len(call_K)))
-        arity = [int(arity_N[op_group_N == number].max(initial=each)) for number, each in enumerate(arity)]
-    size_K = np.ceil(most_K + MARGIN * np.sqrt(most_K) + 1).astype(np.int64)
+        count_K = np.bincount(call_N, minlength=len(call_K))
+        most_K = np.maximum(most_K, count_K)
+        arity_N = (graph.args >= 0).sum(axis=1)
+        np.maximum.at(arity_O, op_group_N, arity_N)
+    size_K = np.ceil(most_K + MARGIN * np.sqrt(most_K) + 1)
     num_roots = max(len(graph.roots) for graph in graphs)
-    num_inputs = max(num_roots, *(graph.num_inputs for graph in graphs))  # there may be one input for each root
-    return Template(ops_of, tuple(arity), call_K, size_K, num_inputs, num_roots)
+    most_inputs = max(graph.num_inputs for graph in graphs)
+    return Template(
+        op_groups=ops_of,
+        arity=tuple(arity_O.tolist()),
+        call_K=call_K,
+        size_K=size_K.astype(np.int64),
+        num_inputs=max(num_roots, most_inputs),  # there may be one input for each root
+        num_roots=num_roots,
+    )
+
+
+def _calls(graphs: Sequence[Graph], op_group_V: np.ndarray) -> np.ndarray:
+    """Return the position of the op group of each call, (K,)."""
+    strings = []
+    for graph in graphs:
+        found = op_strings(op_group_V[graph.op], graph.reads)
+        assert found is not None, "programs are trees, which have no more paths than leaves"
+        strings.append(found)
+    width = max(each.shape[1] for each in strings)
+    padded = []
+    for each in strings:
+        missing = width - each.shape[1]
+        padded.append(np.pad(each, ((0, 0), (0, missing)), constant_values=-1))
+    distinct = np.unique(np.concatenate(padded), axis=0)
+    return np.array(short_supersequence(distinct), dtype=np.int64)
 
 
 def _positions(op_groups: Mapping[int, tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the position of each op's op group, and that of the op in it, (V,) each."""
-    op_group_V, function_V = (np.full(1 + max(map(max, op_groups.values())), -1) for _ in range(2))
+    """Return the position of each op's op group, and the position of the op in it, (V,) each."""
+    num_ops = 1 + max(map(max, op_groups.values()))
+    op_group_V = np.full(num_ops, -1)
+    function_V = np.full(num_ops, -1)
     for position, ops in enumerate(op_groups.values()):
-        op_group_V[[*ops]], function_V[[*ops]] = position, np.arange(len(ops))
+        op_group_V[[*ops]] = position
+        function_V[[*ops]] = np.arange(len(ops))
     return op_group_V, function_V
