@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from benchmarks.networks import Way, minibatches_of, network_cases, step, ways_of
 from benchmarks.trees import lengths, lstm_state, zipf
-from iep.batching.layers import Linear
 from iep.batching.schedulers import Schedule
 from iep.bench.compare import MIN_SAMPLES, Benchmark
 from iep.bench.strategy import Strategy
 from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
+from iep.kernels.layers import Linear
 
 PACKED = "packed nn.LSTM"
 TAGS, LETTERS = 9, 64

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.networks import PER_INSTANCE, Way, minibatches_of, network_cases, one_by_one, phases_of, step, ways_of
-from iep.batching.layers import Linear
 from iep.bench.compare import MIN_SAMPLES, Benchmark
 from iep.bench.strategy import PHASES, Strategy
 from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices, scope
 from iep.dynamic.plan_cache import clear_plan_cache
+from iep.kernels.layers import Linear
 
 RATINGS = 5
 """The ratings of relatedness are 1 to 5."""

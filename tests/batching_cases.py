@@ -13,7 +13,7 @@ from hypothesis import settings
 from torch import nn
 
 from iep.batching.graph import Graph, graph_from_prefix
-from iep.batching.layers import Linear
+from iep.kernels.layers import Linear
 
 PAD, SKIP, UNARY_END, UNARY_UNK, LEAF, OTHER_LEAF, UNARY_A, UNARY_B, BINARY_A, BINARY_B, TERNARY = range(11)
 ARITY_V = np.array([1, 1, 1, 1, 0, 0, 1, 1, 2, 2, 3])

@@ -14,6 +14,7 @@ from iep.batching.graph import Graph
 from iep.batching.placement import OpPlacement, make_placed_plan
 from iep.batching.plan import Types, make_plan
 from iep.batching.schedulers import SCHEDULERS, make_schedule
+from iep.kernels.deferred import weight_grad_context
 
 
 class Networks(nn.Module):
@@ -79,7 +80,7 @@ def test_values_of_several_tensors_equal_a_walk_on_outputs_and_all_gradients(cas
         else:
             places = OpPlacement((torch.device("cpu"),) * 2, dict(enumerate(positions[:4])), *positions[4:])
             plan = make_placed_plan(graph, schedule, places, types)
-        actual = results(execute(plan, modules, inputs, defer), networks, inputs)
+        actual = results(execute(plan, modules, inputs, weight_grad_context(defer)), networks, inputs)
         assert_same(actual, expected, relative, none_is_zero=True)
         with torch.no_grad():
             free = execute(plan, modules, inputs)

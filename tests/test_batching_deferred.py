@@ -6,9 +6,9 @@ from batching_cases import assert_same, results
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from iep.batching.deferred import DeferredWeightGrads
-from iep.batching.layers import Conv2d, Linear, computed_by, linear
 from iep.dynamic import scope
+from iep.kernels.deferred import DeferredWeightGrads
+from iep.kernels.layers import Conv2d, Linear, computed_by, linear
 
 
 class CountWeightGrads(TorchDispatchMode):

@@ -30,6 +30,7 @@ from iep.batching.plan import Read, Signature, Types, make_plan
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, make_schedule
 from iep.batching.sharing import share
+from iep.kernels.deferred import weight_grad_context
 
 CPUS = (torch.device("cpu"), torch.device("cpu"))
 OP_GROUP = 100
@@ -91,7 +92,11 @@ def test_every_run_equals_the_reference_on_outputs_and_all_gradients(
     by_op = dict(enumerate(modules))
     for name in SCHEDULERS:
         plan = plan_of(share(graph) if sharing else graph, name, op_groups, seed)
-        assert_same(results(lambda x, p=plan: execute(p, by_op, x, defer), modules, inputs), expected, relative)
+
+        def run(x, plan=plan):
+            return execute(plan, by_op, x, weight_grad_context(defer))
+
+        assert_same(results(run, modules, inputs), expected, relative)
         with torch.inference_mode():
             assert execute(plan, by_op, inputs).sub(expected["output"]).abs().max() <= relative
 
@@ -165,7 +170,11 @@ CHANGES += [reached_by(lambda inner, x: x.view(-1).view(x.shape))]
 
 def both_ways(defer):
     """Return how to run programs one node at a time, and batched."""
-    return one_by_one, lambda rows, modules, x: execute(plan_of(tree_graph(rows)), modules, x, defer)
+
+    def batched(rows, modules, x):
+        return execute(plan_of(tree_graph(rows)), modules, x, weight_grad_context(defer))
+
+    return one_by_one, batched
 
 
 @pytest.mark.parametrize(
@@ -187,7 +196,9 @@ def test_checkpointing_inside_a_module_is_an_error_where_weight_gradients_are_st
     checkpointed(modules)
     plan = plan_of(tree_graph([[UNARY_B, UNARY_B, LEAF]]))
     with pytest.raises(CheckpointError):
-        results(lambda x: execute(plan, dict(enumerate(modules)), x, defer_weight_grads=True), modules, inputs)
+        results(
+            lambda x: execute(plan, dict(enumerate(modules)), x, weight_grad_context(deferred=True)), modules, inputs
+        )
 
 
 def test_an_op_group_of_functions_runs_in_one_call_with_its_rows_sorted_by_function():

@@ -15,10 +15,10 @@ from engine_cases import PROGRAMS_BL, any_programs, features, programs, small_en
 from hypothesis import given
 from torch.autograd.graph import get_gradient_edge
 
-from iep.batching.template import make_template
 from iep.execution_engine.assembly import fit_template
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import ProgramSample
+from iep.kernels.template import make_template
 
 SAMPLE = ProgramSample(PROGRAMS_BL, np.arange(len(PROGRAMS_BL)) // 2, "the sample")
 
@@ -26,7 +26,7 @@ SAMPLE = ProgramSample(PROGRAMS_BL, np.arange(len(PROGRAMS_BL)) // 2, "the sampl
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On a CPU, let passes run again instead of their capture, and fill memory that is not written with NaN."""
-    from iep.batching import cuda_graph
+    from iep.kernels import cuda_graph
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(cuda_graph, "capture", lambda *passes: passes)

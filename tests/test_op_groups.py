@@ -14,11 +14,11 @@ from torch import nn
 
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
-from iep.batching.layers import Conv2d
-from iep.batching.op_groups import architecture, grouped_modules
 from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import make_schedule
 from iep.execution_engine.modules import BinaryModule, UnaryModule
+from iep.kernels.layers import Conv2d
+from iep.kernels.op_groups import architecture, grouped_modules
 
 ONE_INPUT, TWO_INPUTS = 100, 200
 RESIDUAL = partial(UnaryModule, residual=True, norm=nn.Identity)
@@ -57,7 +57,7 @@ def plan_of(rng: np.random.Generator, num_functions: int, num_nodes: int) -> Pla
 def test_outputs_and_all_gradients_of_tritons_kernels_equal_those_of_a_loop_over_functions(
     device: str, one_input: Callable, seed: int, num_functions: int, num_nodes: int
 ):
-    from iep.batching.fused import kernel_modules
+    from iep.kernels.fused import kernel_modules
 
     torch.manual_seed(seed)
     plan = plan_of(np.random.default_rng(seed), num_functions, num_nodes).to(device)
@@ -77,7 +77,7 @@ def test_outputs_and_all_gradients_of_tritons_kernels_equal_those_of_a_loop_over
 @HAS_TRITON
 @pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_is_as_exact_as_a_loop_in_bfloat16(device: str):
-    from iep.batching.fused import kernel_modules
+    from iep.kernels.fused import kernel_modules
 
     torch.manual_seed(0)
     plan = plan_of(np.random.default_rng(0), 4, 10).to(device)
@@ -100,7 +100,7 @@ def test_bfloat16_is_as_exact_as_a_loop_in_bfloat16(device: str):
 
 @HAS_TRITON
 def test_modules_that_run_in_place_need_maps_in_channels_last_format():
-    from iep.batching.fused import kernel_modules
+    from iep.kernels.fused import kernel_modules
 
     plan = plan_of(np.random.default_rng(0), 1, 1)
     with pytest.raises(ValueError, match="need channels-last format"):

@@ -15,8 +15,8 @@ from device_cases import HAS_TRITON, ONE_GPU
 from torch.nn import functional
 
 pytest.importorskip("triton")
-from iep.batching import triton_conv
-from iep.batching.triton_conv import Maps, conv, weight_gradient
+from iep.kernels import triton_conv
+from iep.kernels.triton_conv import Maps, conv, weight_gradient
 
 pytestmark = HAS_TRITON
 
@@ -95,7 +95,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from iep.batching import triton_conv
+from iep.kernels import triton_conv
 
 sizes = {"H": 14, "W": 14, "FIRST": 128, "SECOND": 0, "INPUTS": 128, "OUTPUTS": 128, "TAPS": 9, "SIDE": 3}
 how = {"DILATION": 1, "FUNCTIONS": 64, "HAS_BIAS": True, "HAS_RESIDUAL": True, "HAS_MASK": True, "RELU": True}

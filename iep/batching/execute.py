@@ -10,8 +10,8 @@ Shapes: G rows of a call, F numbers of a value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, overload
 
 import torch
@@ -19,22 +19,33 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from iep.batching.deferred import DeferredWeightGrads
-from iep.batching.layers import computed_by
 from iep.batching.plan import Argument, Call, Plan, Result
 from iep.batching.schedulers import Segment
 
 Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
+CallContext = Callable[[], AbstractContextManager[Any]]
+"""A function that returns the context manager in which the module of a call runs."""
 
 
-@overload
-def execute(plan: Plan, modules: Modules, inputs: Tensor, defer_weight_grads: bool = False) -> Tensor: ...
 @overload
 def execute(
-    plan: Plan, modules: Modules, inputs: Mapping[int, Tensor], defer_weight_grads: bool = False
+    plan: Plan,
+    modules: Modules,
+    inputs: Tensor,
+    call_context: CallContext = nullcontext,
+) -> Tensor: ...
+@overload
+def execute(
+    plan: Plan,
+    modules: Modules,
+    inputs: Mapping[int, Tensor],
+    call_context: CallContext = nullcontext,
 ) -> tuple[Tensor, ...]: ...
 def execute(
-    plan: Plan, modules: Modules, inputs: Tensor | Mapping[int, Tensor], defer_weight_grads: bool = False
+    plan: Plan,
+    modules: Modules,
+    inputs: Tensor | Mapping[int, Tensor],
+    call_context: CallContext = nullcontext,
 ) -> Tensor | tuple[Tensor, ...]:
     """Run a plan, and return the roots' values, (B, ...) in the order of the roots.
 
@@ -45,11 +56,12 @@ def execute(
             place, as they may share memory with results of other calls; PyTorch raises an error if it needs gradients.
             An op group's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call;
             without one, its functions run in a loop. A callable with a method `run_in_place(states, buffers, call)`
-            reads and writes the buffers itself, and returns the states of the columns after it (`fused.py`).
+            reads and writes the buffers itself, and returns the states of the columns after it.
         inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in the same
             dtype and memory format. For a graph with types, one such tensor for each column that has inputs; the
             result is then a tuple with a tensor for each of the types' roots.
-        defer_weight_grads: compute each weight's gradient once, over all calls (`deferred.py`).
+        call_context: a function that returns the context manager in which the module of a call runs, if the run is
+            recorded for a backward pass. It is called once for each call.
 
     Gradients cannot be differentiated again.
 
@@ -61,18 +73,23 @@ def execute(
         raise ValueError("the plan has no roots: an empty minibatch cannot be run")
     given = {0: inputs} if isinstance(inputs, Tensor) else inputs
     used = tuple(given[made.column // plan.num_devices] for made in plan.inputs)
-    values = _run(plan, modules, used, defer_weight_grads)
+    values = _run(plan, modules, used, call_context)
     return values[0] if isinstance(inputs, Tensor) else tuple(values)
 
 
-def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) -> Sequence[Tensor]:
+def _run(
+    plan: Plan,
+    modules: Modules,
+    inputs: tuple[Tensor, ...],
+    call_context: CallContext,
+) -> Sequence[Tensor]:
     """Run the calls in order. Between two calls, write the results of one and read the arguments of the next.
 
     The *state* of a column represents its values between two calls, (num_rows, F), and takes no memory. Its gradient is
     the gradient of these values, which a backward pass therefore passes from one exchange to the previous one.
     """
-    buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
-    context = partial(computed_by, DeferredWeightGrads()) if defer and is_recorded else nullcontext
+    buffers = Buffers(plan)
+    is_recorded = torch.is_grad_enabled()
     states: Sequence[Tensor] = ()
     results, values = plan.inputs, inputs
 
@@ -81,19 +98,23 @@ def _run(plan: Plan, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) 
         if not is_recorded:
             buffers.write(results, values)
             return (), buffers.arguments(reads)
-        found, count = _Exchange.apply(buffers, results, reads, *states, *values), len(buffers.kinds)
-        return found[:count], found[count:]
+        found = _Exchange.apply(buffers, results, reads, *states, *values)
+        num_states = len(buffers.kinds)
+        return found[:num_states], found[num_states:]
 
     for call in plan.calls:
-        module: Any = modules[call.op] if call.segments is not None and call.op in modules else None
+        is_op_group = call.segments is not None and call.op in modules
+        module: Any = modules[call.op] if is_op_group else None
         if hasattr(module, "run_in_place"):
             if results:
                 states, _ = exchange(())
-            states, results, values = module.run_in_place(states, buffers, call), (), ()
+            states = module.run_in_place(states, buffers, call)
+            results, values = (), ()
         else:
             states, arguments = exchange(call.arguments)
-            with context():
-                results, values = call.results, run_call(plan, modules, call, arguments)
+            with call_context() if is_recorded else nullcontext():
+                values = run_call(plan, modules, call, arguments)
+            results = call.results
     _, found = exchange(plan.roots)
     buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
     return found
@@ -108,7 +129,10 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     if call.op < 0:
         devices: list[Any] = [plan.columns[result.column].device for result in call.results]
         # A copy to the CPU must not be asynchronous, because calls on the CPU read it at once.
-        return tuple(each.to(to, non_blocking=to.type != "cpu") for each, to in zip(arguments, devices, strict=True))
+        return tuple(
+            argument.to(device, non_blocking=device.type != "cpu")
+            for argument, device in zip(arguments, devices, strict=True)
+        )
     if call.segments is None:
         returned = modules[call.op](*arguments)
     elif call.op in modules:
@@ -116,8 +140,9 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     else:
         returned = _run_segments(modules, call.segments, arguments)
     results = (returned,) if isinstance(returned, Tensor) else returned
-    if not isinstance(results, tuple | list) or len(results) != len(call.results):
-        what = f"{len(results)} tensors" if isinstance(results, tuple | list) else type(results).__name__
+    is_sequence = isinstance(results, tuple | list)
+    if not is_sequence or len(results) != len(call.results):
+        what = f"{len(results)} tensors" if is_sequence else type(results).__name__
         raise ValueError(f"op {call.op} returned {what}, expected {len(call.results)}")
     return results
 
@@ -128,7 +153,10 @@ def _run_segments(
     """Run the module of each segment on its rows of the arguments, and return their results, concatenated."""
     sizes = [segment.rows.stop - segment.rows.start for segment in segments]
     parts = zip(*(argument.split(sizes) for argument in arguments), strict=True)
-    results: list[Any] = [modules[segment.op](*part) for segment, part in zip(segments, parts, strict=True)]
+    results: list[Any] = []
+    for segment, part in zip(segments, parts, strict=True):
+        module = modules[segment.op]
+        results.append(module(*part))
     if isinstance(results[0], Tensor):
         return torch.cat(results)
     return tuple(map(torch.cat, zip(*results, strict=True)))
@@ -139,31 +167,39 @@ class _Kind:
 
     def __init__(self, values: Tensor):
         """Describe a column by its first `values`, (G, ...)."""
-        self.shape, self.dtype, self.device = values.shape[1:], values.dtype, values.device
+        self.shape = values.shape[1:]
+        self.dtype = values.dtype
+        self.device = values.device
         channels_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
         self.is_channels_last = channels_last and not values.is_contiguous()
         memory_format = torch.channels_last if self.is_channels_last else torch.contiguous_format
-        self.strides = torch.empty((1, *self.shape), device="meta", memory_format=memory_format).stride()[1:]
+        one = torch.empty((1, *self.shape), device="meta", memory_format=memory_format)
+        self.strides = one.stride()[1:]
 
     def buffer(self, num_rows: int, zeros: bool = False) -> Tensor:
         """Allocate (num_rows, F) rows, each in memory order, so that a row is copied as one contiguous piece."""
         make = torch.zeros if zeros else torch.empty
-        return make(num_rows, self.shape.numel(), dtype=self.dtype, device=self.device)
+        size = self.shape.numel()
+        return make(num_rows, size, dtype=self.dtype, device=self.device)
 
     def state(self, num_rows: int) -> Tensor:
         """Return (num_rows, F) rows that share the memory of one number, as floats for a column of integers."""
-        dtype = self.dtype if self.dtype.is_floating_point or self.dtype.is_complex else torch.float32
-        return torch.empty(1, dtype=dtype, device=self.device).expand(num_rows, self.shape.numel())
+        has_gradients = self.dtype.is_floating_point or self.dtype.is_complex
+        dtype = self.dtype if has_gradients else torch.float32
+        one = torch.empty(1, dtype=dtype, device=self.device)
+        return one.expand(num_rows, self.shape.numel())
 
     def view(self, rows: Tensor, count: int | None = None) -> Tensor:
         """View (G, F) rows as values (G, ...), or (G * count, F) rows as (G, count, ...)."""
-        size = rows.stride(0)
         if count is None and len(self.shape) == 1:
             return rows
+        step, offset = rows.stride(0), rows.storage_offset()
+        sizes: tuple[int, ...]
         if count is None:
-            return rows.as_strided((len(rows), *self.shape), (size, *self.strides), rows.storage_offset())
+            sizes = (len(rows), *self.shape)
+            return rows.as_strided(sizes, (step, *self.strides), offset)
         sizes = (len(rows) // count, count, *self.shape)
-        return rows.as_strided(sizes, (count * size, size, *self.strides), rows.storage_offset())
+        return rows.as_strided(sizes, (count * step, step, *self.strides), offset)
 
     def flatten(self, values: Tensor) -> Tensor:
         """Return values, (G, ...) or (G, count, ...), as rows, (n, F)."""
@@ -183,21 +219,25 @@ class Buffers:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """The numbers from 0 to that of the last row of the longest column."""
+        """The numbers from 0 to the number of the last row of the longest column."""
         device = next(iter(self.values.values())).device
-        return torch.arange(max(column.num_rows for column in self.plan.columns), device=device)
+        num_rows = max(column.num_rows for column in self.plan.columns)
+        return torch.arange(num_rows, device=device)
 
     def write(self, results: Sequence[Result], values: Sequence[Tensor]) -> None:
         """Write the results of a call, or the inputs.
 
         Raises:
-            ValueError: a result has another shape than the column, or a dtype that the column's cannot represent.
+            ValueError: a result has another shape than the column, or a dtype that the dtype of the column cannot
+                represent.
         """
         for (column, rows), given in zip(results, values, strict=True):
-            kind, size = self.kinds.get(column), rows.stop - rows.start
+            size = rows.stop - rows.start
+            kind = self.kinds.get(column)
             if kind is None:
                 kind = self.kinds[column] = _Kind(given)
-            found, expected = tuple(given.shape), (size, *kind.shape)
+            found = tuple(given.shape)
+            expected = (size, *kind.shape)
             if found != expected:
                 raise ValueError(f"{self._source(results)} {found}, expected {expected}")
             if given.dtype != kind.dtype and not torch.can_cast(given.dtype, kind.dtype):
@@ -217,26 +257,18 @@ class Buffers:
 
     def read(self, argument: Argument) -> Tensor:
         """Return an argument, (G, ...) or (G, count, ...): a view of the buffer if the rows are adjacent, or a copy."""
-        kind, values = self.kinds[argument.column], self.values[argument.column]
+        kind = self.kinds[argument.column]
+        values = self.values[argument.column]
         if not argument.is_adjacent:
-            return kind.view(values.index_select(0, self.rows(argument)), argument.count)
+            gathered = values.index_select(0, self.rows(argument))
+            return kind.view(gathered, argument.count)
         # A row is written once, before it is read, so that the backward pass may save a view of the buffer. `.data`
         # does not share the buffer's version counter, which later writes increase. A saved view keeps the whole buffer,
         # so that a copy of a small part of it takes less memory.
         rows = values.data[argument.rows]
-        return kind.view(rows.clone() if 2 * len(rows) < len(values) else rows, argument.count)
-
-    def maps(self, column: int) -> Tensor:
-        """Return all values of a column of maps, (num_rows, H, W, C), of which some are not written yet.
-
-        Raises:
-            ValueError: the maps are not in channels-last format.
-        """
-        kind = self.kinds[column]
-        maps_MHWC = kind.view(self.values[column]).permute(0, 2, 3, 1)
-        if not maps_MHWC.is_contiguous():
-            raise ValueError("inputs in channels-first format, but Triton's kernels need channels-last format")
-        return maps_MHWC
+        if 2 * len(rows) < len(values):
+            rows = rows.clone()
+        return kind.view(rows, argument.count)
 
     def rows(self, argument: Argument) -> Tensor:
         """Return the numbers of the rows that an argument reads."""
@@ -246,18 +278,23 @@ class Buffers:
     def arguments(self, reads: Sequence[Argument]) -> list[Tensor]:
         """Return the arguments of a call, or copies of the roots."""
         found = [self.read(each) for each in reads]
-        return [each.clone() for each in found] if reads is self.plan.roots else found
+        if reads is self.plan.roots:
+            return [each.clone() for each in found]
+        return found
 
     def add_gradient(self, argument: Argument, gradient: Tensor | None) -> None:
         """Add the gradient of an argument to the gradients of the rows from which it was read."""
         if gradient is None:
             return
-        kind, rows = self.kinds[argument.column], self.gradients.get(argument.column)
+        column = argument.column
+        kind = self.kinds[column]
+        rows = self.gradients.get(column)
         if rows is None:
-            rows = kind.buffer(self.plan.columns[argument.column].num_rows, zeros=True)
-            self.gradients[argument.column] = rows
+            num_rows = self.plan.columns[column].num_rows
+            rows = self.gradients[column] = kind.buffer(num_rows, zeros=True)
         if argument.is_adjacent:
-            kind.view(rows[argument.rows], argument.count).add_(gradient)
+            own = kind.view(rows[argument.rows], argument.count)
+            own.add_(gradient)
             return
         flat = kind.flatten(gradient)
         if flat.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr():
@@ -275,6 +312,21 @@ class Buffers:
         return self.kinds[made.column].view(rows)
 
 
+# Autograd does not see the buffers, in which the values are. It sees an exchange and its neighbours:
+#
+#                      results     +------------+    arguments
+#         call k    -------------> |            | ------------->  call k + 1
+#                   <------------- |            | <-------------
+#                     gradients    |  exchange  |    gradients
+#                       state      |            |      state
+#     last exchange -------------> |            | ------------->  next exchange
+#                   <------------- |            | <-------------
+#                    gradients of  +------------+  gradients of
+#                      all rows                      all rows
+#
+# A state is a single element in the shape of all rows of a column. Forward, it carries no values, and only leads
+# autograd from one exchange to the next. Backward, its gradient is the buffer of the gradients: an exchange adds the
+# gradients of the arguments to it, reads the gradients of the results from it, and passes it to the last exchange.
 class _Exchange(Function):
     """Write the results of a call, then read the arguments of the next; in the backward pass, the reverse.
 
@@ -284,7 +336,11 @@ class _Exchange(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, buffers: Buffers, results: Sequence[Result], reads: Sequence[Argument], *tensors: Tensor
+        ctx: Any,
+        buffers: Buffers,
+        results: Sequence[Result],
+        reads: Sequence[Argument],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return the states after the results are written, then the arguments.
 
@@ -292,27 +348,37 @@ class _Exchange(Function):
             tensors: the states before, then the values of the results.
         """
         num_states = len(buffers.kinds)
-        states, values = [each.detach() for each in tensors[:num_states]], tensors[num_states:]
+        states = [each.detach() for each in tensors[:num_states]]
+        values = tensors[num_states:]
         ctx.set_materialize_grads(False)
         if results is buffers.plan.inputs:
             ctx.save_for_backward(*values)  # autograd detects changes of the inputs, which are not copied
         buffers.write(results, values)
         columns = tuple(buffers.kinds)
-        states += [buffers.kinds[each].state(buffers.plan.columns[each].num_rows) for each in columns[num_states:]]
-        ctx.exchange = buffers, results, reads, columns, num_states
+        for column in columns[num_states:]:
+            num_rows = buffers.plan.columns[column].num_rows
+            states.append(buffers.kinds[column].state(num_rows))
+        ctx.buffers = buffers
+        ctx.results = results
+        ctx.reads = reads
+        ctx.columns = columns
+        ctx.num_states = num_states
         arguments = buffers.arguments(reads)
-        whole = [each for each in arguments if not (each.is_floating_point() or each.is_complex())]
-        ctx.mark_non_differentiable(*whole)
+        whole_numbers = [each for each in arguments if not (each.is_floating_point() or each.is_complex())]
+        ctx.mark_non_differentiable(*whole_numbers)
         return *states, *arguments
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        buffers, results, reads, columns, num_states = ctx.exchange
-        buffers.gradients = dict(zip(columns, gradients, strict=False))
-        for argument, gradient in zip(reads, gradients[len(columns) :], strict=True):
+        _ = ctx.saved_tensors  # an error if an input has been changed
+        buffers, columns = ctx.buffers, ctx.columns
+        of_columns = gradients[: len(columns)]
+        of_arguments = gradients[len(columns) :]
+        buffers.gradients = dict(zip(columns, of_columns, strict=True))
+        for argument, gradient in zip(ctx.reads, of_arguments, strict=True):
             buffers.add_gradient(argument, gradient)
-        found = [buffers.gradient(each) for each in results]
-        of_states, buffers.gradients = list(buffers.gradients.values())[:num_states], {}
-        return None, None, None, *of_states, *found
+        of_results = [buffers.gradient(each) for each in ctx.results]
+        of_states = [buffers.gradients[column] for column in columns[: ctx.num_states]]
+        buffers.gradients = {}
+        return None, None, None, *of_states, *of_results

@@ -24,9 +24,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from iep.batching.layers import computed_by
 from iep.dynamic.future import LEAF, Nested, in_place_error, split
 from iep.dynamic.rowwise import counts_indices, is_batched, run_on_group
+from iep.kernels.layers import computed_by
 
 VMAP, LOOPED, DIRECT, SINGLY = "batched by vmap", "looped by vmap", "batched", "singly"
 NOW, ENTERED = "at once", "entered"

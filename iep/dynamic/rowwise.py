@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from iep.batching.layers import linear
 from iep.dynamic.future import LEAF
+from iep.kernels.layers import linear
 
 
 def _named(names: str, *owners: Any) -> frozenset:

@@ -28,6 +28,7 @@ from iep.dynamic.plan_cache import cached_plan
 from iep.dynamic.recording import Recording, lower
 from iep.dynamic.report import BatchingReport
 from iep.dynamic.rowwise import CELLS, SEQUENCES
+from iep.kernels.deferred import weight_grad_context
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (*LISTS, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -42,7 +43,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             it calls. Both record functions on futures outside of these modules.
         scheduler: a name in `iep.batching.schedulers.SCHEDULERS`.
         share: run nodes of one op with the same arguments once. Not for modules that draw random numbers.
-        defer_weight_grads: compute each weight's gradient once, over all calls (`DeferredWeightGrads`).
+        defer_weight_grads: compute each weight's gradient once, over all calls (`iep.kernels.deferred`).
 
     The first call of a kind runs at once and is observed; later calls are recorded. Arguments of a recorded call are
     tensors, futures, nested lists, tuples and dicts of these, and plain values, which distinguish calls. Parameters and
@@ -163,7 +164,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
                 plan,
                 {index: partial(run_group, op) for index, op in ops.items()},
                 {column: torch.stack(tensors) for column, tensors in inputs.items()},
-                self._defer,
+                weight_grad_context(self._defer),
             )
             for futures_of_root, out in zip(roots, outs, strict=True):
                 for future, value in zip(futures_of_root, out.unbind(0), strict=True):

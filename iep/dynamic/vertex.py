@@ -23,6 +23,7 @@ from iep.batching.plan import Plan, Read, Signature, Types, make_plan
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
 from iep.dynamic.plan_cache import cached_plan
+from iep.kernels.deferred import weight_grad_context
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +188,7 @@ class VertexNetwork:
         """
         modules = {op: self._module(op) for op in {group.op for group in plan.schedule}}
         columns = {self._column[name]: inputs[name] for name, ids in plan.rows.items() if len(ids)}
-        results = execute(plan.plan, modules, columns, defer_weight_grads)
+        results = execute(plan.plan, modules, columns, weight_grad_context(defer_weight_grads))
         count = len(self.shapes)
         pushing = {name for op in modules for name in self._function(op)[0].pushes}
         pushed = dict.fromkeys(self.pushes, results[0].new_empty(0))

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from iep.batching.template import make_template
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, INITIALIZATIONS, check_choice, make_module_set
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import NONE, Placement, ProgramSample, check_options, make_placement, plan_sample
 from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
+from iep.kernels.template import make_template
 from iep.programs import SCENE
 from iep.runtime.devices import place, resolve_device, resolve_precision
 from iep.runtime.distributed import is_main
@@ -220,7 +220,7 @@ def _problem(engine: ExecutionEngine, running: Running) -> str | None:
         return "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm and context"
     if not engine.op_groups(by_kernels=True):
         return (
-            "Triton's kernels run only modules whose parameters are all those of convolutions of iep.batching.layers "
+            "Triton's kernels run only modules whose parameters are all those of convolutions of iep.kernels.layers "
             "that keep the size of the maps (module_norm adds others, and context reads the whole map)"
         )
     return None

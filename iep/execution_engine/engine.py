@@ -1,24 +1,19 @@
 """Image features and a plan of their programs -> answer logits: the execution engine of Johnson et al. 2017.
 
-The engine runs CLEVR's programs with `iep/batching/`. `program_plan.py` makes the plans, and a set of modules
-(`roles.py`) defines the module of each function. Training and the prediction of programs are elsewhere.
+The engine runs CLEVR's programs with `iep/batching/` and `iep/kernels/`. `program_plan.py` makes the plans, and a set
+of modules (`roles.py`) defines the module of each function. Training and the prediction of programs are elsewhere.
 
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from iep.batching.execute import execute
-from iep.batching.layers import autocast_dtype
-from iep.batching.op_groups import architecture, grouped_modules
-from iep.batching.template import Template
 from iep.execution_engine.choices import (
     DEFAULT_EXECUTION,
     DEFAULT_SCHEDULER,
@@ -29,6 +24,9 @@ from iep.execution_engine.parts import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
 from iep.execution_engine.roles import MAP, ModuleSet, num_kinds, roles_of
 from iep.execution_engine.trace import run_tree
+from iep.kernels.executions import CudaGraphs, Execution, run_calls, run_kernels
+from iep.kernels.op_groups import architecture
+from iep.kernels.template import Template
 from iep.programs import program_tree
 
 NOT_ROW_BY_ROW = (
@@ -36,13 +34,6 @@ NOT_ROW_BY_ROW = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
 """Layers that, in training, draw random numbers or depend on their whole batch."""
-Modules = Mapping[int, nn.Module]
-"""The module of every op."""
-Inputs = Mapping[int, Tensor]
-"""The value of `scene` in each kind."""
-Execution = Callable[[ProgramPlan, Modules, Inputs, bool], Sequence[Tensor]]
-"""(plan, modules, inputs, defer) -> the programs' results, (B, C, H, W), then the attentions if the plan returns them.
-With `defer`, the weight gradients of calls are deferred."""
 
 
 class ExecutionEngine(nn.Module):
@@ -81,7 +72,7 @@ class ExecutionEngine(nn.Module):
         self.execution = DEFAULT_EXECUTION
         """The execution of plans that do not name another one, one of `choices.EXECUTIONS`."""
         self._executions: dict[str, Execution] = {"calls": run_calls, "triton": run_kernels}
-        """The ways to run module calls, by name. `set_template` adds CUDA graphs."""
+        """By name, the executions that `choices.EXECUTIONS` describes. `set_template` adds CUDA graphs."""
         self.placement: Placement | None = None
         """The device of each part; None if all are on one device. `assembly.prepare` sets it."""
         self.shared: nn.Module | None = getattr(self.module_set, "shared", None)
@@ -255,7 +246,8 @@ class ExecutionEngine(nn.Module):
             features_NCHW = features_NCHW.to(self.placement.device(STEM))
         inputs = self._scene_values(self.stem(features_NCHW))
         modules = {op: getattr(self, token) for op, token in self._runs.items()}
-        maps_BCHW, *attentions = self._executions[plan.execution](plan, modules, inputs, defer_weight_grads)
+        run = self._executions[plan.execution]
+        maps_BCHW, *attentions = run(plan.plan, plan.graph, modules, inputs, defer_weight_grads)
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
         attention = sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
         return self.classifier(maps_BCHW).to(device), attention.to(device)
@@ -271,49 +263,3 @@ class ExecutionEngine(nn.Module):
         stems = self.stem(features_BCHW).split(1)
         results = [run_tree(self, tree, stem_1CHW)[1] for tree, stem_1CHW in zip(trees, stems, strict=True)]
         return self.classifier(torch.cat(results))
-
-
-# Ways to run the module calls of a plan, which `choices.EXECUTIONS` describes
-
-
-def run_calls(plan: ProgramPlan, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
-    """Run one function in each call, or all of one number of arguments if they share their weights."""
-    return execute(plan.plan, {**modules, **grouped_modules(plan.plan, modules)}, inputs, defer)
-
-
-def run_kernels(plan: ProgramPlan, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
-    """Run all functions of an op group in each call, by Triton's kernels, which always defer weight gradients."""
-    from iep.batching.fused import kernel_modules  # which needs Triton
-
-    return execute(plan.plan, {**modules, **kernel_modules(plan.plan, modules)}, _for_kernels(inputs), True)
-
-
-class CudaGraphs:
-    """Run all calls of a template as CUDA graphs, which the first plan captures.
-
-    Args:
-        template: the calls of the plans.
-    """
-
-    def __init__(self, template: Template):
-        self.template = template
-        self._captured: dict[tuple[torch.dtype, bool], Any] = {}
-        """The graphs, by dtype and whether the stem is trained."""
-
-    def __call__(self, plan: ProgramPlan, modules: Modules, inputs: Inputs, defer: bool) -> Sequence[Tensor]:
-        """Return the programs' results."""
-        from iep.batching.cuda_graph import CapturedExecution  # which needs Triton
-
-        stems_NCHW = _for_kernels(inputs)[MAP]
-        key = stems_NCHW.dtype, stems_NCHW.requires_grad
-        if key not in self._captured:
-            self._captured[key] = CapturedExecution(plan.plan, modules, stems_NCHW)
-        results = self._captured[key](plan.plan, plan.graph.kinds[0].tolist(), stems_NCHW)
-        return (results[: len(plan.graph.roots)],)
-
-
-def _for_kernels(inputs: Inputs) -> Inputs:
-    """Return inputs in the dtype of autocast, in which kernels then compute, with maps in channels-last format."""
-    if (dtype := autocast_dtype(inputs[MAP])) is not None:
-        inputs = {kind: each.to(dtype) for kind, each in inputs.items()}
-    return {**inputs, MAP: inputs[MAP].contiguous(memory_format=torch.channels_last)}

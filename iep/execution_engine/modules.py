@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.batching.layers import Conv2d, ConvStep
 from iep.execution_engine.choices import NORMS, SCENES, check_choice
 from iep.execution_engine.roles import MAP, Role
+from iep.kernels.layers import Conv2d, ConvStep
 from iep.programs import SCENE, arity
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.batching.layers import Conv2d
 from iep.execution_engine import tbd
 from iep.execution_engine.roles import ATTENTION, KINDS, VECTOR, Role
 from iep.execution_engine.stem_and_classifier import CELLS
 from iep.execution_engine.vector import coordinates
+from iep.kernels.layers import Conv2d
 from iep.programs import SCENE
 
 NEAR_ZERO = 1e-3

@@ -16,10 +16,10 @@ from iep.batching.placement import make_placed_plan
 from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
-from iep.batching.template import Template
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER
 from iep.execution_engine.parts import Placement
 from iep.execution_engine.roles import Roles, module_graph, penalized, types_of, whole_graph
+from iep.kernels.template import Template
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.batching.layers import Conv2d
 from iep.execution_engine.choices import check_fixed
 from iep.execution_engine.roles import ATTENTION, MAP, Role
+from iep.kernels.layers import Conv2d
 from iep.programs import SCENE
 from iep.vocab import SPECIAL_TOKENS
 

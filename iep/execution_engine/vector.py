@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.batching.layers import Conv2d, Linear
 from iep.batching.plan import Functions
 from iep.execution_engine.choices import check_fixed
 from iep.execution_engine.roles import MAP, Role
+from iep.kernels.layers import Conv2d, Linear
 from iep.programs import arity
 
 VECTOR = 1

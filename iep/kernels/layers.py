@@ -37,16 +37,17 @@ def computed_by(compute: Compute | None) -> Iterator[None]:
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
     """Return the dtype to which autocast converts the input and weights of a layer, or None if it converts nothing."""
     device = input.device.type
-    is_cast = torch.is_autocast_enabled(device) and input.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if is_cast else None
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return None
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `torch.nn.functional.linear` returns."""
     compute = _compute.get()
-    return (
-        functional.linear(input, weight, bias) if compute is None else compute(functional.linear, input, weight, bias)
-    )
+    if compute is None:
+        return functional.linear(input, weight, bias)
+    return compute(functional.linear, input, weight, bias)
 
 
 class Linear(nn.Linear):
@@ -66,7 +67,8 @@ class Conv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """Return (G, out_channels, H, W), given (G, in_channels, H, W)."""
         compute = _compute.get()
-        if compute is None or self.padding_mode != "zeros" or isinstance(self.padding, str):
+        is_plain = self.padding_mode == "zeros" and not isinstance(self.padding, str)
+        if compute is None or not is_plain:
             return super().forward(input)
         options = self.stride, self.padding, self.dilation, self.groups
         return compute(functional.conv2d, input, self.weight, self.bias, *options)

@@ -9,9 +9,11 @@ convolutions of `fused.py` use the same chain of calls.
 Shapes: G rows of a call.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +21,33 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from iep.batching.layers import autocast_dtype
+from iep.batching.execute import CallContext
+from iep.kernels.layers import autocast_dtype, computed_by
 
 ROWS_OF_THEIR_OWN = 256
 """The number of rows from which a call of a linear layer has a product of its own. Concatenating calls of 256 to 2,048
 rows was measured to make a training step of layers of 128 to 512 features up to 20% slower on a CPU."""
 _numbers = count()
+
+
+def weight_grad_context(deferred: bool) -> CallContext:
+    """Return the `call_context` of one run of `execute`.
+
+    Args:
+        deferred: compute the gradient of each weight once, over all calls; see `DeferredWeightGrads`.
+    """
+    return partial(computed_by, DeferredWeightGrads()) if deferred else nullcontext
+
+
+class KeptCall(NamedTuple):
+    """What a call of a layer keeps for the gradients of the layer's parameters."""
+
+    x: Tensor
+    """The input."""
+    gradient: Tensor
+    """The gradient of the output."""
+    options: tuple
+    """Further arguments of the layer's `compute`."""
 
 
 class Chains:
@@ -44,7 +67,8 @@ class Chains:
         if key in self._chains:
             layer, token = self._chains[key]
         else:
-            token = first_token(layer := make())
+            layer = make()
+            token = first_token(layer)
         result, token = _Call.apply(x, token, layer, *options)
         self._chains[key] = layer, token
         return result
@@ -61,7 +85,9 @@ def token_of_pass(of_token: Tensor | None) -> Tensor:
     Each function of a chain reads the token that the previous one returns, so that their backward passes run in the
     reverse order. The first that runs, which gets no gradient of its token, chooses the number.
     """
-    return torch.tensor(next(_numbers), dtype=torch.float64) if of_token is None else of_token
+    if of_token is None:
+        return torch.tensor(next(_numbers), dtype=torch.float64)
+    return of_token
 
 
 class _Begin(Function):
@@ -76,8 +102,11 @@ class _Begin(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_token: Tensor) -> tuple[Tensor | None, ...]:
+        parameters = ctx.saved_tensors
         kept = ctx.layer.kept.pop(of_token.item(), None)
-        return None, *([None] * len(ctx.saved_tensors) if kept is None else ctx.layer.of_parameters(kept))
+        if kept is None:
+            return None, *[None] * len(parameters)
+        return None, *ctx.layer.of_parameters(kept)
 
 
 class _Call(Function):
@@ -86,19 +115,24 @@ class _Call(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, layer: Any, *options: Any) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, layer.parameters[0])  # autograd detects changes of the weight
-        ctx.layer, ctx.options = layer, options
+        ctx.layer = layer
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return layer.compute(x, *options), token.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, of_token: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x, _), layer, of_token, of_x = ctx.saved_tensors, ctx.layer, token_of_pass(of_token), None
+        x, _ = ctx.saved_tensors
+        layer, options = ctx.layer, ctx.options
+        of_token = token_of_pass(of_token)
+        of_x = None
         if gradient is not None and layer.is_trained:
-            layer.kept.setdefault(of_token.item(), []).append((x, gradient, *ctx.options))
+            of_pass = layer.kept.setdefault(of_token.item(), [])
+            of_pass.append(KeptCall(x, gradient, options))
         if gradient is not None and ctx.needs_input_grad[0]:
-            of_x = layer.of_input(gradient, x, *ctx.options)
-        return of_x, of_token, None, *[None] * len(ctx.options)
+            of_x = layer.of_input(gradient, x, *options)
+        return of_x, of_token, None, *[None] * len(options)
 
 
 class DeferredWeightGrads:
@@ -114,18 +148,27 @@ class DeferredWeightGrads:
         self._chains = Chains()
 
     def __call__(
-        self, function: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+        self,
+        function: Callable[..., Tensor],
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *options: Any,
     ) -> Tensor:
         """Return the result of a layer."""
-        if not (torch.is_grad_enabled() and weight.requires_grad and input.dim() >= weight.dim()):
+        has_rows = input.dim() >= weight.dim()
+        if not (torch.is_grad_enabled() and weight.requires_grad and has_rows):
             return function(input, weight, bias, *options)
         dtype = autocast_dtype(input)
+        key = (weight, bias, options, dtype or input.dtype)
 
         def cast(tensor: Any) -> Any:
             return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
-        input, key = cast(input), (weight, bias, options, dtype or input.dtype)
-        return self._chains.run(key, lambda: _Plain(function, cast(weight), cast(bias), options), input)
+        def make() -> _Plain:
+            return _Plain(function, cast(weight), cast(bias), options)
+
+        return self._chains.run(key, make, cast(input))
 
 
 class _Plain:
@@ -133,9 +176,17 @@ class _Plain:
 
     is_trained = True
 
-    def __init__(self, function: Callable[..., Tensor], weight: Tensor, bias: Tensor | None, options: tuple):
-        self._function, self._options, self.parameters = function, options, (weight, bias)
-        self.kept: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        weight: Tensor,
+        bias: Tensor | None,
+        options: tuple,
+    ):
+        self._function = function
+        self._options = options
+        self.parameters = (weight, bias)
+        self.kept: dict[float, list[KeptCall]] = {}
 
     def compute(self, x: Tensor) -> Tensor:
         """Return the result of a call."""
@@ -143,35 +194,73 @@ class _Plain:
 
     def of_input(self, gradient: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of the input of a call."""
-        return self._backward(gradient, x, (True, False, False))[0]
-
-    def of_parameters(self, kept: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor | None]:
-        """Return the gradients of weight and bias."""
-        sums: Sequence[Tensor | None] = (None, None)
-        for x, gradient in _concatenated(kept):
-            found = self._backward(gradient, x, (False, True, self.parameters[1] is not None))[1:]
-            sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
-        return sums
-
-    def _backward(self, gradient: Tensor, x: Tensor, wanted: tuple[bool, bool, bool]) -> Sequence[Any]:
-        """Return the gradients of input, weight and bias, None for those that are not `wanted`."""
         weight, _ = self.parameters
         if self._function is functional.conv2d:
-            stride, padding, dilation, groups = self._options
-            more = ([len(weight)], stride, padding, dilation, False, (0, 0), groups, wanted)
-            return torch.ops.aten.convolution_backward(gradient, x, weight, *more)
-        if wanted[0]:
-            return gradient @ weight, None, None
-        gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
+            of_x, _, _ = self._backward_of_conv(x, gradient, (True, False, False))
+            return of_x
+        return gradient @ weight
+
+    def of_parameters(self, kept: Sequence[KeptCall]) -> Sequence[Tensor | None]:
+        """Return the gradients of weight and bias."""
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
+        for x, gradient in _concatenated(kept):
+            more_of_weight, more_of_bias = self._of_parameters(x, gradient)
+            of_weight = _sum(of_weight, more_of_weight)
+            of_bias = _sum(of_bias, more_of_bias)
+        return of_weight, of_bias
+
+    def _of_parameters(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.parameters
+        has_bias = bias is not None
+        if self._function is functional.conv2d:
+            _, of_weight, of_bias = self._backward_of_conv(x, gradient, (False, True, has_bias))
+            return of_weight, of_bias
+        x = x.flatten(0, -2)
+        gradient = gradient.flatten(0, -2)
         # The gradient has the memory order of the weight, as autograd would copy a gradient in another order.
         of_weight = (x.T @ gradient).T if weight.stride(0) == 1 else gradient.T @ x
-        return None, of_weight, gradient.sum(0) if wanted[2] else None
+        return of_weight, gradient.sum(0) if has_bias else None
+
+    def _backward_of_conv(self, x: Tensor, gradient: Tensor, wanted: tuple[bool, bool, bool]) -> Sequence[Any]:
+        """Return the gradients of input, weight and bias, None for each that is not `wanted`."""
+        weight, _ = self.parameters
+        stride, padding, dilation, groups = self._options
+        return torch.ops.aten.convolution_backward(
+            gradient,
+            x,
+            weight,
+            bias_sizes=[len(weight)],
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            transposed=False,
+            output_padding=(0, 0),
+            groups=groups,
+            output_mask=wanted,
+        )
 
 
-def _concatenated(calls: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, ...]]:
-    """Return inputs and gradients, in which those of the same shape are concatenated."""
-    alike: dict[torch.Size | int, list[tuple[Tensor, Tensor]]] = {}
-    for number, (input, gradient) in enumerate(calls):
-        is_large = input.dim() == 2 and len(input) >= ROWS_OF_THEIR_OWN
-        alike.setdefault(number if is_large else input.shape[1:], []).append((input, gradient))
-    return [some[0] if len(some) == 1 else tuple(map(torch.cat, zip(*some, strict=True))) for some in alike.values()]
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Return `total` with `more` added in place. None stands for zeros."""
+    if total is None:
+        return more
+    return total if more is None else total.add_(more)
+
+
+def _concatenated(calls: Sequence[KeptCall]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and gradients, in which the calls of the same shape are concatenated."""
+    alike: dict[torch.Size | int, list[KeptCall]] = {}
+    for number, call in enumerate(calls):
+        is_large = call.x.dim() == 2 and len(call.x) >= ROWS_OF_THEIR_OWN
+        shape = number if is_large else call.x.shape[1:]
+        alike.setdefault(shape, []).append(call)
+    for some in alike.values():
+        inputs = [each.x for each in some]
+        gradients = [each.gradient for each in some]
+        yield _cat(inputs), _cat(gradients)
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    """Return tensors, concatenated, without a copy if there is only one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

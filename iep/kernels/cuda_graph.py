@@ -15,8 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching.execute import execute
-from iep.batching.fused import kernel_modules
 from iep.batching.plan import Plan
+from iep.kernels.fused import kernel_modules
 
 WARM_UP = 3
 """The number of passes before the capture, in which kernels are compiled and their configurations are chosen."""
@@ -35,17 +35,19 @@ class CapturedExecution:
     """
 
     def __init__(self, plan: Plan, modules: Mapping[int, nn.Module], inputs: Tensor):
-        self._plan, self._modules = plan.map(torch.clone), {op: with_own_nodes(each) for op, each in modules.items()}
-        count, memory_format = plan.inputs[0].rows.stop, torch.channels_last
-        self._inputs = inputs.new_zeros(count, *inputs.shape[1:]).contiguous(memory_format=memory_format)
+        self._plan = plan.map(torch.clone)
+        self._modules = {op: with_own_nodes(each) for op, each in modules.items()}
+        sizes = (plan.inputs[0].rows.stop, *inputs.shape[1:])
+        self._inputs = inputs.new_zeros(sizes).contiguous(memory_format=torch.channels_last)
         self._inputs[: len(inputs)].copy_(inputs.detach())
         self._inputs.requires_grad_(inputs.requires_grad)
-        self._parameters = {
-            each: op for op, part in modules.items() for each in part.parameters() if each.requires_grad
-        }
+        self._parameters: dict[nn.Parameter, int] = {}
         """The trained parameters, and the op of the function of each."""
-        self._captured = [each for part in self._modules.values() for each in part.parameters() if each.requires_grad]
+        self._captured: list[nn.Parameter] = []
         """The trained parameters of the captured modules, in the order of `_parameters`."""
+        for op, module in modules.items():
+            self._parameters |= dict.fromkeys(_trained(module), op)
+            self._captured += _trained(self._modules[op])
         self._result: Any = None
         self._of_result: Any = None
         """The result of a plan and its gradient, tensors from the first pass on."""
@@ -91,8 +93,10 @@ class CapturedExecution:
         return tuple([None if each is None else each.detach() for each in self._gradients])
 
     def _forward(self) -> None:
-        with torch.enable_grad(), torch.autocast(self._inputs.device.type, enabled=False):
-            callables: dict[int, Any] = {**self._modules, **kernel_modules(self._plan, self._modules)}
+        device = self._inputs.device.type
+        with torch.enable_grad(), torch.autocast(device, enabled=False):
+            op_groups = kernel_modules(self._plan, self._modules)
+            callables: dict[int, Any] = {**self._modules, **op_groups}
             self._result = execute(self._plan, callables, self._inputs)
         if self._of_result is None:
             self._of_result = torch.zeros_like(self._result)
@@ -110,10 +114,18 @@ def with_own_nodes(module: nn.Module) -> nn.Module:
     """Return a copy of a module that shares all tensors, but whose parameters have nodes of their own in autograd.
 
     The node of a parameter belongs to the stream of its first use. A captured backward pass cannot wait for another
-    stream, and every later backward pass would wait for that of the capture.
+    stream, and every later backward pass would wait for the stream of the capture.
     """
-    parameters = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in module.parameters()}
-    return copy.deepcopy(module, {**parameters, **{id(each): each for each in module.buffers()}})
+    known: dict[int, Tensor] = {}
+    for parameter in module.parameters():
+        known[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    for buffer in module.buffers():
+        known[id(buffer)] = buffer
+    return copy.deepcopy(module, known)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module.parameters() if each.requires_grad]
 
 
 def capture(*passes: Callable[[], None]) -> list[Callable[[], None]]:
@@ -125,7 +137,8 @@ def capture(*passes: Callable[[], None]) -> list[Callable[[], None]]:
             for each in passes:
                 each()
     torch.cuda.synchronize()
-    pool, replays = torch.cuda.graph_pool_handle(), []
+    pool = torch.cuda.graph_pool_handle()
+    replays = []
     for each in passes:
         graph = torch.cuda.CUDAGraph()
         # Threads of data loaders may use CUDA during the capture.
@@ -139,8 +152,15 @@ class _Replay(Function):
     """The passes of a `CapturedExecution`."""
 
     @staticmethod
-    def forward(ctx: Any, captured: CapturedExecution, plan: Plan, inputs: Tensor, *_: Tensor) -> Tensor:
-        ctx.captured, ctx.num_inputs = captured, len(inputs)
+    def forward(
+        ctx: Any,
+        captured: CapturedExecution,
+        plan: Plan,
+        inputs: Tensor,
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.captured = captured
+        ctx.num_inputs = len(inputs)
         result = captured.begin(plan, inputs)
         ctx.run = captured.num_runs
         return result
@@ -151,4 +171,6 @@ class _Replay(Function):
         if ctx.run != ctx.captured.num_runs:
             raise RuntimeError("a CUDA graph has run another minibatch before the backward pass of this one")
         of_inputs, *of_parameters = ctx.captured.end(of_result)
-        return None, None, None if of_inputs is None else of_inputs[: ctx.num_inputs], *of_parameters
+        if of_inputs is not None:
+            of_inputs = of_inputs[: ctx.num_inputs]
+        return None, None, of_inputs, *of_parameters
