@@ -252,10 +252,8 @@ def load(
         generator.check_fits(vocab, engine=checkpoint.path)
     networks = {network.name: network for network in (generator, answering) if network is not None}
     assemble(networks, vocab, running)
-    predictor = Predictor(
-        generator=None if generator is None else generator.module,
-        engine=answering.module if own == "engine" else None,
-        baseline=None if own == "engine" else answering.module,
+    predictor = Predictor.of(
+        networks.values(),
         run_predicted=own == "engine",
         beam_size=beam_size,
         max_program_length=max_program_length,

@@ -5,14 +5,12 @@ Each turns its own settings into an `Answered`, from which `run_evaluation.py` m
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from iep.data.datasets import ClevrDataset
-from iep.data.features import Features
 from iep.data.loader import Loading
 from iep.data.question_families import family_filter
 from iep.data.question_file import (
@@ -32,7 +30,6 @@ from iep.evaluation.question_cards import Maps
 from iep.evaluation.settings import AnswerSettings, NetworkSettings, Selection, SymbolicSettings
 from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.assembly import Running
-from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.parts import ProgramSample
 from iep.execution_engine.trace import trace, unit_maps
 from iep.models.assemble import Sources, assemble
@@ -79,83 +76,80 @@ def answer_by_networks(settings: NetworkSettings) -> Answered | None:
         execution=settings.execution,
         precision=settings.precision,
     )
-    device = running.main_device
-    vocab = attempt(lambda: load_vocab(settings.selection.data))
+    selection, device = settings.selection, running.main_device
+    vocab = attempt(lambda: load_vocab(selection.data))
     networks = Sources(settings.pg, settings.ee, settings.baseline, settings.modules).networks()
     with_features = any(network.reads_features for network in networks.values())
-    split = attempt(lambda: open_selection(settings.selection, vocab, with_features))
-    questions, features = split.questions, split.features
-    check_same_data(settings.selection.data, vocab, [split])
+    split = attempt(lambda: open_selection(selection, vocab, with_features))
+    check_same_data(selection.data, vocab, [split])
+    questions = split.questions
     if settings.ee is not None and not settings.runs_predicted and questions.programs is None:
         raise InputError(f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
     sample = ProgramSample(questions.programs, questions.image_idxs, questions.path)
-    assemble(networks, vocab, running, [] if features is None else [features], sample)
+    assemble(networks, vocab, running, [] if split.features is None else [split.features], sample)
     if settings.features_in_memory:
         split = split.in_memory()
-    modules = {
-        name if name in ("generator", "engine") else "baseline": network.module for name, network in networks.items()
-    }
-    predictor = Predictor(
-        **modules,
+    predictor = Predictor.of(
+        networks.values(),
         run_predicted=settings.runs_predicted,
         batching=settings.batching,
         sharing=settings.sharing,
         beam_size=settings.beam_size,
         max_program_length=settings.max_program_length,
     )
+    predictions = _predict(predictor, split, settings, device)
+    memory = gather(peak_memory(device))
+    if predictions is None or memory is None:
+        return None
+    engine = predictor.engine
+    checkpoints = {"pg": settings.pg, "ee": settings.ee, "baseline": settings.baseline}
+    return Answered(
+        outcome=Outcome(vocab, questions, predictions, None if engine is None else engine.module_set),
+        total=split.total,
+        split=selection.split,
+        selection=selection.text,
+        data=selection.data,
+        programs="" if settings.baseline is not None else _programs(settings),
+        checkpoints={option: path for option, path in checkpoints.items() if path is not None},
+        device=",".join(settings.devices) or str(device),
+        peak_memory_gb=max(memory) / 1e9,
+        maps=_maps(predictor, predictions, split, device),
+    )
+
+
+def _predict(predictor: Predictor, split: Split, settings: NetworkSettings, device: torch.device) -> Predictions | None:
+    """Return the predictions for a split; None in all processes but the first."""
     engine, make_plan = predictor.engine, None
     if engine is not None and not settings.runs_predicted:
         make_plan = engine.planner(settings.batching, settings.sharing)
-    predictions = predict(
+    return predict(
         predictor,
-        ClevrDataset(questions, split.features, make_plan),
+        ClevrDataset(split.questions, split.features, make_plan),
         settings.batch_size,
         Loading(settings.workers, pin=device.type == "cuda"),
         device,
         precision=settings.precision,
     )
-    memory = gather(peak_memory(device))
-    if predictions is None or memory is None:
+
+
+def _maps(predictor: Predictor, predictions: Predictions, split: Split, device: torch.device) -> Maps | None:
+    """Return the function of `Answered.maps`; None unless an engine on one device answers."""
+    engine, features = predictor.engine, split.features
+    if engine is None or engine.placement is not None:
         return None
-    maps = None
-    if engine is not None and engine.placement is None:
-        programs_NL = predictions.programs if settings.runs_predicted else questions.programs
-        assert split.features is not None
-        assert programs_NL is not None
-        maps = partial(_maps, engine, split.features, questions.image_idxs, programs_NL, device)
-    checkpoints = {"pg": settings.pg, "ee": settings.ee, "baseline": settings.baseline}
-    return Answered(
-        outcome=Outcome(vocab, questions, predictions, None if engine is None else engine.module_set),
-        total=split.total,
-        split=settings.selection.split,
-        selection=settings.selection.text,
-        data=settings.selection.data,
-        programs="" if settings.baseline is not None else _programs(settings),
-        checkpoints={option: path for option, path in checkpoints.items() if path is not None},
-        device=",".join(settings.devices) or str(device),
-        peak_memory_gb=max(memory) / 1e9,
-        maps=maps,
-    )
+    programs_NL = predictions.programs if predictor.run_predicted else split.questions.programs
+    assert features is not None
+    assert programs_NL is not None
 
+    @torch.inference_mode()
+    def maps(row: int) -> list[tuple[int, str, np.ndarray]]:
+        features_1CHW = features.read(split.questions.image_idxs[row : row + 1]).to(device, torch.float32)
+        traced = trace(engine, features_1CHW, programs_NL[row])
+        pairs = zip(traced.tree.nodes, unit_maps(traced), strict=True)
+        runs = [(node, map_HW) for node, map_HW in pairs if engine.module_set.role(node.token) is not None]
+        return [(node.depth, node.token, map_HW.numpy()) for node, map_HW in runs]
 
-@torch.inference_mode()
-def _maps(
-    engine: ExecutionEngine,
-    features: Features,
-    image_idxs_N: np.ndarray,
-    programs_NL: np.ndarray,
-    device: torch.device,
-    row: int,
-) -> list[tuple[int, str, np.ndarray]]:
-    """Return the depth, the token and the map of each function that ran for the question at a row."""
-    features_1CHW = features.read(image_idxs_N[row : row + 1]).to(device, torch.float32)
-    traced = trace(engine, features_1CHW, programs_NL[row])
-    pairs = zip(traced.tree.nodes, unit_maps(traced), strict=True)
-    return [
-        (node.depth, node.token, map_HW.numpy())
-        for node, map_HW in pairs
-        if engine.module_set.role(node.token) is not None
-    ]
+    return maps
 
 
 def answer_symbolically(settings: SymbolicSettings) -> Answered | None:
@@ -176,8 +170,8 @@ def answer_symbolically(settings: SymbolicSettings) -> Answered | None:
         checkpoints = {"pg": settings.pg, **checkpoints}
         networks = Sources(settings.pg).networks()
         assemble(networks, vocab, running)
-        predictor = Predictor(
-            networks["generator"].module,
+        predictor = Predictor.of(
+            networks.values(),
             beam_size=settings.beam_size,
             max_program_length=settings.max_program_length,
         )

@@ -4,9 +4,10 @@ Shapes: N questions of the split, B questions of a batch, L program tokens, A an
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from iep.data.loader import Loading, on_device
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_SCHEDULER
 from iep.execution_engine.engine import ExecutionEngine
+from iep.models.network import Network
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.runtime.devices import autocast
@@ -66,6 +68,12 @@ class Predictor:
     beam_size: int
     max_program_length: int | None = None
     """None for the generator's own."""
+
+    @classmethod
+    def of(cls, networks: Iterable[Network], **options: Any) -> "Predictor":
+        """Return the predictor of networks; `options` are its other fields."""
+        parts = {each.name if each.name in ("generator", "engine") else "baseline": each.module for each in networks}
+        return cls(**parts, **options)
 
     def programs(self, batch: Batch) -> Tensor | None:
         """Return predicted programs (B, L), by beam search if `beam_size` is above 1, else greedily."""
