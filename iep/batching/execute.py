@@ -183,7 +183,10 @@ class _Kind:
         return make(num_rows, size, dtype=self.dtype, device=self.device)
 
     def state(self, num_rows: int) -> Tensor:
-        """Return (num_rows, F) rows that share the memory of one number, as floats for a column of integers."""
+        """Return a (num_rows, F) placeholder in the memory of one number, which carries the buffer's gradient.
+
+        It has floats for a column of integers.
+        """
         has_gradients = self.dtype.is_floating_point or self.dtype.is_complex
         dtype = self.dtype if has_gradients else torch.float32
         one = torch.empty(1, dtype=dtype, device=self.device)
@@ -342,10 +345,13 @@ class _Exchange(Function):
         reads: Sequence[Argument],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the states after the results are written, then the arguments.
+        """Write the results, and read the arguments of the next call.
 
         Args:
-            tensors: the states before, then the values of the results.
+            tensors: the old states, then the values of the results.
+
+        Returns:
+            the new states, then the arguments.
         """
         num_states = len(buffers.kinds)
         states = [each.detach() for each in tensors[:num_states]]

@@ -18,7 +18,7 @@ import torch
 
 from iep.batching.graph import Graph
 from iep.batching.plan import Plan, Read, Signature, Types, make_plan, one_column
-from iep.batching.schedulers import Group, Schedule, pooled
+from iep.batching.schedulers import Group, Schedule, one_group_per_op
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     placed_ops = types.signatures.keys() & placement.ops.keys()
     signatures = {op: on_device(types.signatures[op], placement.ops[op]) for op in placed_ops}
     numbered = list(enumerate(schedule))
-    for op, (device, copies, _) in enumerate(pooled(call_S[slot_X], device_X), start=1):
+    for op, (device, copies, _) in enumerate(one_group_per_op(call_S[slot_X], device_X), start=1):
         number = int(call_S[slot_X[copies[0]]])
         is_input = number < 0
         makes = (number + num_columns,) if is_input else types.signatures[graph.op[schedule[number].nodes[0]]].makes
@@ -87,7 +87,8 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     position[order] = np.arange(len(order))
     renumbered = np.concatenate([np.arange(graph.num_inputs), graph.num_inputs + position, [-1]])
     read_DS = np.tile(np.append(np.arange(len(device_S)), -1), (count, 1))
-    """Which slot a device reads for each: itself, or its copy; the last entry is that of -1, no argument."""
+    """`read_DS[d, s]` is the slot that device d reads for slot s: s itself or its copy on d. The last column maps -1,
+    no argument, to itself."""
     read_DS[device_X, slot_X] = len(device_S) + np.arange(len(slot_X))
     args_XA = np.full((len(slot_X), graph.args.shape[1]), -1)
     args_XA[:, :1] = slot_X[:, None]

@@ -54,9 +54,9 @@ class Types:
     signatures: Mapping[int, Signature]
     """The signature of each op."""
     roots: tuple[tuple[np.ndarray, np.ndarray | int], ...]
-    """The tensors that a run returns, each of one column: its slots, and the position of the tensor in their values."""
+    """The outputs of a run, each (slots, field): the tensor `field` of the values at `slots`, all in one column."""
     fields: np.ndarray | None = None
-    """The numbers that are added to the `field` of each argument that is read, (N, A)."""
+    """Offsets that are added to `Read.field` for each node and argument, (N, A)."""
 
 
 class Argument(NamedTuple):
@@ -88,7 +88,7 @@ class Call(NamedTuple):
     segments: tuple[Segment, ...] | None = None
     """The functions of an op group's call, and the rows of each."""
     in_op_group: tuple[int, int] | None = None
-    """The number of an op group's call among the op group's calls, and its first row among the rows of all of them."""
+    """For a call of an op group: its index among the group's calls, and the offset of its first row in their rows."""
 
 
 class Functions(NamedTuple):
@@ -113,7 +113,7 @@ class OpGroup:
     order: torch.Tensor
     """The rows of all calls, sorted by function, (sum of G,) int64."""
     total_ends: torch.Tensor
-    """The end of the rows of each function among these, (F,) int32."""
+    """The end of each function's rows in `order`, (F,) int32."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

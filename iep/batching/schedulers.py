@@ -65,7 +65,7 @@ def standard(graph: Graph) -> Schedule:
     sorted_example = graph.example[by_example]
     step = np.empty(graph.num_nodes, dtype=np.int64)
     step[by_example] = np.arange(graph.num_nodes) - np.searchsorted(sorted_example, sorted_example)
-    return pooled(farthest(*graph.edges, step), graph.op)
+    return one_group_per_op(farthest(*graph.edges, step), graph.op)
 
 
 def improved(graph: Graph) -> Schedule:
@@ -73,7 +73,7 @@ def improved(graph: Graph) -> Schedule:
 
     With p ops and tree depth d, there are O(p * d) calls (Suarez & Zhu, section 2, "improved topological sort").
     """
-    return pooled(-graph.distance, graph.op)
+    return one_group_per_op(-graph.distance, graph.op)
 
 
 def height(graph: Graph) -> Schedule:
@@ -82,7 +82,7 @@ def height(graph: Graph) -> Schedule:
     With p ops and tree depth d, there are O(p * d) calls, as for `improved`. This is depth-based batching (Looks et al.
     2017, Deep learning with dynamic computation graphs, section 2; Neubig et al. 2017, section 3.2).
     """
-    return pooled(graph.height, graph.op)
+    return one_group_per_op(graph.height, graph.op)
 
 
 def agenda(graph: Graph) -> Schedule:
@@ -115,7 +115,7 @@ def lookahead(graph: Graph) -> Schedule:
         found = urgent(graph)
     else:
         calls = np.array(supersequence.short_supersequence(strings))
-        found = pooled(last_calls(calls, kind, graph.reads), graph.op)
+        found = one_group_per_op(last_calls(calls, kind, graph.reads), graph.op)
     by_distance = _num_calls(graph, graph.distance)
     most = min(len(found), by_height, by_distance)
     by_agenda = _one_op_at_a_time(graph, graph.height, _average, most)
@@ -230,13 +230,13 @@ def _average(op: _Op) -> float:
 
 
 def _num_calls(graph: Graph, pool_N: np.ndarray) -> int:
-    """Return the number of calls in which `pooled` runs pools."""
+    """Return the number of calls in which `one_group_per_op` runs pools."""
     ops, kind_N = graph.kinds
     return len(distinct(pool_N * len(ops) + kind_N))
 
 
 def last_calls(calls: np.ndarray, kind: np.ndarray, reads: Links) -> np.ndarray:
-    """Return the last call of every node's kind before the calls of all its readers, (N,); -1 if there is none.
+    """Assign each node to the latest call of its kind that precedes every call that reads it, (N,); -1 if none does.
 
     Args:
         calls: (K,) kinds.
@@ -312,7 +312,7 @@ def _by_function(group: Group, op_N: np.ndarray) -> Group:
     return Group(group.op, nodes, tuple(Segment(op, slice(*each)) for op, each in zip(ops.tolist(), rows, strict=True)))
 
 
-def pooled(pool: np.ndarray, op: np.ndarray) -> Schedule:
+def one_group_per_op(pool: np.ndarray, op: np.ndarray) -> Schedule:
     """Return one group for each op of each `pool`, (N,), in ascending order of pools; ids ascend within a group."""
     order = stable_order(op)
     order = order[stable_order((pool - pool.min(initial=0))[order])]

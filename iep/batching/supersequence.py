@@ -77,7 +77,7 @@ def _positions(strings_PL: np.ndarray) -> _Positions:
 
 
 def _greedy(ops: list[int], rest: int, front: int, forward: bool) -> list[int]:
-    """Return calls, in the order of the strings, that run the positions `rest`, which are adjacent in every string.
+    """Return calls that run all positions in `rest`, which are contiguous in each string.
 
     The next op is one whose remaining positions are all in front, because this call is needed and cannot run more
     later. If there is none, it is the op in front of the longest string; of several, the first in `ops`.
@@ -168,7 +168,7 @@ def _needed(positions: _Positions, calls: list[int]) -> list[int]:
 
 
 def _rests(positions: _Positions, calls: list[int]) -> list[tuple[int, int]]:
-    """Return, for each number of last calls, the positions that they cannot run, and the last one of each string."""
+    """For n = 0, 1, ...: return the positions that the last n calls cannot run, and which of them end their string."""
     rest, back = positions.all, positions.last
     rests = [(rest, back)]
     for call in reversed(calls):

@@ -80,10 +80,10 @@ def first_token(layer: Any) -> Tensor:
 
 
 def token_of_pass(of_token: Tensor | None) -> Tensor:
-    """Return the gradient of a token, which is the number of the backward pass.
+    """Return the number of the running backward pass, which is the gradient of a token.
 
-    Each function of a chain reads the token that the previous one returns, so that their backward passes run in the
-    reverse order. The first that runs, which gets no gradient of its token, chooses the number.
+    The calls of a layer are chained by tokens, so that their backward passes run in the reverse order. The first one
+    that runs receives no gradient and draws a new number, which the others inherit.
     """
     if of_token is None:
         return torch.tensor(next(_numbers), dtype=torch.float64)

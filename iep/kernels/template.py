@@ -1,9 +1,9 @@
 """Sample graphs -> a template: calls of fixed sizes, into which the nodes of most similar graphs fit.
 
 All plans of a template have the same calls, rows and shapes, and differ only in the values of their index tensors, so
-that one CUDA graph can run them (`cuda_graph.py`). Rows that a graph does not need are padding. They belong to no
-function and are read by no other row. Their own values, which nothing computes, stand for their arguments, so that the
-undefined gradients of these are added to rows that nothing reads, a different one for each.
+that one CUDA graph can run them (`cuda_graph.py`). Unused rows are padding: they belong to no
+function, and nothing reads them. A padding row names itself as its argument, so that its undefined gradient is added to
+a row that nothing reads.
 
 Shapes: N nodes, S slots, R roots, K calls, M rows, A arguments, V ops, O op groups.
 """
@@ -21,7 +21,7 @@ from iep.batching.schedulers import last_calls
 from iep.batching.supersequence import short_supersequence
 
 MARGIN = 2.0
-"""A call has rows for this many square roots of nodes beyond the most that any sample graph runs in it."""
+"""The spare rows of a call are `MARGIN * sqrt(n)`, where n is the most nodes that a sample graph runs in it."""
 
 
 @dataclass(frozen=True, eq=False)

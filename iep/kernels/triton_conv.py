@@ -41,8 +41,7 @@ CONFIGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
     for m, n, k, warps, stages in TILES
 ]
-"""The tiles of the result and of the inner dimension, for few and for many rows, of which the first call of each size
-chooses the faster one."""
+"""Tile sizes for few and for many rows. The first call of each size times both and keeps the faster one."""
 
 
 # Parts of kernels

@@ -67,8 +67,8 @@ _NETWORKS = {
     "CNN+LSTM": ("cnn_lstm", CnnLstmConfig(), _CNN_LSTM),
     "CNN+LSTM+SA": ("cnn_lstm_sa", CnnLstmSaConfig(), _CNN_LSTM_SA),
 }
-"""By the original's name of a network or of a kind of baseline: the name here, the default settings, and the names here
-of the original's arguments."""
+"""The original's name of a network or baseline -> our name, our default settings, and our setting for each of the
+original's arguments."""
 
 
 class _Ignored:

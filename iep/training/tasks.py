@@ -27,7 +27,7 @@ from iep.vocab import NULL
 
 Metrics = dict[str, Tensor]
 DEAD = 0.5
-"""The attention that a module which has learned its function exceeds somewhere."""
+"""A module whose attention never exceeds this has not learned its function."""
 
 
 class Task:
@@ -67,7 +67,7 @@ class Task:
         return _answer_loss(self.logits(batch), batch.answers)
 
     def validating(self) -> AbstractContextManager[list[str]]:
-        """Watch a validation, the block; the list that it yields has notes on the networks after it."""
+        """Return a context manager around a validation, whose list has warnings about the networks at the end."""
         return nullcontext([])
 
     def correct(self, batch: Batch) -> Tensor:
