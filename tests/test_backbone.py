@@ -32,9 +32,11 @@ from iep.backbone.network import (
 )
 from iep.cli.preprocess import main as preprocess_main
 from iep.cli.synth import main as synth_main
+from iep.config import Config, to_dict
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
 from iep.synth.world import VALUES
+from iep.vocab import Vocab
 
 SMALL = (*tiny("backbone"), "batch_size=4")
 
@@ -227,11 +229,12 @@ def test_scenes_that_cannot_be_learnt_from(clevr: Path, tmp_path: Path, keys: tu
     ("kwargs", "words"),
     [
         (None, "holds the weights of something else, expected metadata of the format"),
-        ({"image_size": [32, 32]}, "the weights do not fit"),
+        (to_dict(Config.backbone), "the weights do not fit"),
     ],
 )
 def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, kwargs: object, words: str):
-    config = {"format": "iep-model-1", "networks": {"backbone": kwargs}, "features": {}, "vocab": {}}
+    config = {"format": "iep-model-1", "networks": {"backbone": kwargs}}
+    config |= {"features": {}, "vocab": Vocab.clevr().to_json()}
     metadata = None if kwargs is None else {"iep": json.dumps(config)}
     save_file({"backbone.weight": torch.zeros(3)}, path := tmp_path / "other.safetensors", metadata)
     assert_one_error(iep_eval("--backbone", path, "--scenes", clevr), f"{path}: ", words)

@@ -23,7 +23,7 @@ def tbd(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):
     engine = read_checkpoint(newest(tbd)).network("engine")
-    assert engine.kwargs["modules"] == "tbd"
+    assert engine.settings["modules"] == "tbd"
     assert not hasattr(engine.module, "unique")
     steps = [row for row in rows(tbd) if "loss" in row]
     assert all(0 < row["attention_penalty"] < row["loss"] for row in steps)

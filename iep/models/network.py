@@ -152,7 +152,7 @@ class Network:
         A line is printed if features were made in another way than those that the network was trained on.
 
         Args:
-            features: the features that the network will read; ignored if it reads none.
+            features: the features that the network will read, all computed in the same way; ignored if it reads none.
             engine: the checkpoint of an engine that has `vocab`; None if the data have it.
 
         Raises:
@@ -161,11 +161,14 @@ class Network:
         """
         for part in TOKENS[self.name]:
             self._check_tokens(part, getattr(vocab, part), engine)
-        for each in features if self.reads_features else ():
+        if not self.reads_features or not features:
+            return
+        for each in features:
             self.check_shape(each.shape[1:], str(each.path))
-            if is_main() and (changed := different_settings(each, self.recipe)):
-                what = f"the features that {DESCRIPTIONS[self.name]} was trained on"
-                tqdm.write(f"{each.path}: computed differently from {what}: {changed}")
+        first = features[0]
+        if is_main() and (changed := different_settings(first, self.recipe)):
+            what = f"the features that {DESCRIPTIONS[self.name]} was trained on"
+            tqdm.write(f"{first.path}: computed differently from {what}: {changed}")
 
     def check_shape(self, shape: Sequence[int], where: str) -> None:
         """Check that features have the shape (C, H, W) that the network was built for.
