@@ -470,7 +470,7 @@ def check_used(config: Config, given: Collection[str] = ()) -> None:
         if name not in used and (value != defaults.get(name) or name in given)
     ]
     if unused:
-        how = " asynchronously" if config.asynchronous else ""
+        how = " asynchronously" if config.asynchronous and config.model == "ee" else ""
         raise InputError(f"{', '.join(unused)}, which training {config.model}{how} does not use")
 
 

@@ -349,7 +349,7 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path):
         ("--data {data} --baseline {lstm} --against old none.json", "none.json: no such file", 1),
         ("--data {data} --baseline {lstm} --beam-size 5", "--beam-size does not go with --baseline", 2),
         ("--data {data} --baseline {lstm} --images x", "--images is for the HTML report and for --ee symbolic", 2),
-        ("--backbone synth --scenes {data} --against old x", "--against does not go with --backbone", 2),
+        ("--backbone synth --scenes {data} --against old x", "--against does not go with --scenes", 2),
         (
             "--data {data} --baseline {lstm} --report x --images {data}",
             "val: no such directory, expected the split's",

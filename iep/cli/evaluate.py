@@ -174,23 +174,23 @@ def _check_options(options: dict[str, Any], is_symbolic: bool) -> None:
         click.UsageError: an option is missing, or would have no effect.
     """
     if options["questions"] is not None and options["answers"] is None:
-        raise click.UsageError("--questions is for --answers FILE; networks need --data DIR")
+        raise click.UsageError("--questions is for --answers FILE")
     if options["answers"] is not None:
         _only("--answers", {"answers", "questions", *SELECTION, *OUTPUT})
         if options["questions"] is not None:
             _only("--questions", {"answers", "questions", "skip_samples", "num_samples", *OUTPUT})
     elif is_symbolic:
-        generator = {"batch_size", "beam_size", "max_program_length"} if options["pg"] is None else set()
-        used = {"ee", "programs", "backbone", *GENERATOR, *SELECTION, *OUTPUT} - generator
-        _only("--ee symbolic" + (" without --pg" if generator else ""), used)
+        used = {"ee", "programs", "backbone", *GENERATOR, *SELECTION, *OUTPUT}
+        _only("--ee symbolic", used)
+        if options["pg"] is None:
+            _only("--ee symbolic without --pg", used - {"batch_size", "beam_size", "max_program_length"})
     elif options["baseline"] is not None:
         _only("--baseline", {"baseline", "precision", *READING, *SELECTION, *OUTPUT})
     elif options["ee"] is not None:
         used = {*ENGINE, *READING, *SELECTION, *OUTPUT}
+        _only("--ee", used | GENERATOR)
         if options["pg"] is None:
             _only("--ee without --pg", used)
-        else:
-            _only("--ee", used | GENERATOR)
     elif options["pg"] is not None:
         _only("--pg without --ee", {*GENERATOR, *SELECTION, *OUTPUT})
     if options["data"] is None and options["questions"] is None:
@@ -245,7 +245,7 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
         click.UsageError: an option is missing, or does not apply to backbones.
         InputError: the scenes, the images or the backbone's weights cannot be read.
     """
-    _only("--backbone", {"backbone", "scenes", "split", "num_samples", "device"})
+    _only("--backbone" if scenes is None else "--scenes", {"backbone", "scenes", "split", "num_samples", "device"})
     if backbone is None or scenes is None:
         raise click.UsageError("--backbone and --scenes go together, or --backbone and --ee symbolic")
     from iep.evaluation.objects import evaluate_backbone

@@ -196,7 +196,7 @@ def answer_symbolically(settings: SymbolicSettings) -> Answered | None:
         programs=_programs(settings),
         checkpoints=checkpoints,
         device=str(device),
-        notes=[f"{count} programs have no answer on the objects found."] if count else [],
+        notes=[f"Programs without an answer on the objects found: {count}."] if count else [],
     )
 
 

@@ -297,23 +297,33 @@ def write_weights(directory: Path, checkpoint: Checkpoint, half: bool = False) -
     write_json(directory / WEIGHTS_CONFIG, config, indent=1)
 
 
+def checkpoint_file(path: Path) -> Path:
+    """Return the file that `path` stands for: of a run directory, its best checkpoint, or otherwise its newest.
+
+    Raises:
+        InputError: the directory holds no checkpoint.
+    """
+    if not path.is_dir():
+        return path
+    found = [each for each in (path / BEST, *step_checkpoints(path), path / WEIGHTS) if each.exists()]
+    if not found:
+        names = f"{BEST}, {step_name(0).replace('0', 'N')} or {WEIGHTS}"
+        raise InputError(f"{path}: holds no checkpoint, expected {names}")
+    return found[0]
+
+
 def read_checkpoint(path: Path | str) -> Checkpoint:
     """Read a checkpoint, with tensors on the CPU.
 
-    For a run directory, this is its best checkpoint, or otherwise its newest; `default` names the networks that come
-    with the package. A checkpoint of the original toolkit is converted by `iep.models.original.from_original`.
+    `path` is as for `checkpoint_file`, or `default` for the networks that come with the package. A checkpoint of the
+    original toolkit is converted by `iep.models.original.from_original`.
 
     Raises:
         InputError: the file is missing (suggests a similar name), truncated or not a checkpoint, holds more than plain
             data, or lacks something or holds it in another type (names it).
     """
-    given = path = Path(path)
-    if path.is_dir():
-        found = [each for each in (path / BEST, *step_checkpoints(path), path / WEIGHTS) if each.exists()]
-        if not found:
-            names = f"{BEST}, {step_name(0).replace('0', 'N')} or {WEIGHTS}"
-            raise InputError(f"{path}: holds no checkpoint, expected {names}")
-        path = found[0]
+    given = Path(path)
+    path = checkpoint_file(given)
     with reading(path, "a whole checkpoint file"):
         if not path.exists():
             if str(path) == DEFAULT:

@@ -20,7 +20,7 @@ from torch import nn
 
 from iep.backbone.network import SceneNetwork
 from iep.errors import InputError
-from iep.models.checkpoint import BEST, read_checkpoint, step_checkpoints
+from iep.models.checkpoint import checkpoint_file, read_checkpoint
 from iep.preprocess.backbone_choices import RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.preprocess.recipe import Recipe, file_digest
 from iep.runtime.devices import place
@@ -103,10 +103,7 @@ class Scenes:
 
     @property
     def _path(self) -> Path:
-        path = SHIPPED_WEIGHTS if self.weights == "default" else Path(self.weights)
-        if not path.is_dir():
-            return path
-        return next((each for each in (path / BEST, *step_checkpoints(path)) if each.exists()), path / BEST)
+        return SHIPPED_WEIGHTS if self.weights == "default" else checkpoint_file(Path(self.weights))
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from iep.data.question_families import family_filter
 from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.parts import ProgramSample
-from iep.models.checkpoint import read_checkpoint
-from iep.models.network import different_settings
+from iep.models.network import Network, different_settings
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
 from iep.program_generator.decode import greedy
@@ -112,15 +111,16 @@ def _open_splits(data: Path, config: Config) -> tuple[Vocab, Split, Split | None
 
 
 def make_batches(
-    config: Config, data: RunData, networks: Mapping[str, Any], step: int
+    config: Config, data: RunData, networks: Mapping[str, Any], predictor: Network | None, step: int
 ) -> tuple[Batches, Batches | None]:
     """Return the training batches of a run from a step on, and the validation batches or None.
 
     Args:
         networks: the modules of the networks that are trained.
+        predictor: the program generator whose programs the engine is trained on; None for true programs.
 
     Raises:
-        InputError: the generator that predicts programs cannot be read, or does not fit the data.
+        InputError: the predictor does not fit the data.
     """
     training, validation = data.training, data.validation
     # A batch of the loader is a minibatch or, in asynchronous training, an instance.
@@ -145,11 +145,9 @@ def make_batches(
         # In asynchronous training, stem and classifier are ops as well.
         plan_training = planner(training=True, attentions=config.attention_penalty > 0, whole=config.asynchronous)
         plan_validation = planner(training=False)
-    if config.programs == "predicted":
-        assert config.pg is not None  # `check_run` requires it
-        network = read_checkpoint(config.pg).network("generator")
-        network.check_fits(data.vocab)
-        generator = place(network.module, data.device).eval()
+    if predictor is not None:
+        predictor.check_fits(data.vocab)
+        generator = place(predictor.module, data.device).eval()
         training = _with_predicted_programs(training, generator, config)
         validation = validation and _with_predicted_programs(validation, generator, config)
     draws = networks["generator"].max_program_length if config.model == "joint" else 0

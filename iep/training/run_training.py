@@ -16,7 +16,7 @@ from iep.errors import InputError
 from iep.execution_engine.assembly import Running
 from iep.execution_engine.choices import DEFAULT_SCHEDULER, check_named, is_outside
 from iep.models.assemble import Sources, assemble
-from iep.models.checkpoint import WEIGHTS, Checkpoint, checkpoints, read_newest
+from iep.models.checkpoint import WEIGHTS, Checkpoint, checkpoints, read_checkpoint, read_newest
 from iep.models.network import DESCRIPTIONS, NETWORKS, PARTS_WITH_WORDS, Network
 from iep.runtime.devices import resolve_precision
 from iep.runtime.distributed import by_main, is_main, world_size
@@ -68,6 +68,10 @@ def train_from(start: Checkpoint | None, config: Config, out: Path, given: Colle
         starts, config = open_starts(config, given)
     else:
         starts = dict.fromkeys(NETWORKS[config.model], start)
+    predictor = None
+    if config.programs == "predicted":
+        assert config.pg is not None  # `check_run` requires it
+        predictor = read_checkpoint(config.pg).network("generator")
     data = open_data(config, running.main_device)
     torch.manual_seed(config.seed)
     networks = make_networks(starts, start is None, config, data)
@@ -78,7 +82,7 @@ def train_from(start: Checkpoint | None, config: Config, out: Path, given: Colle
     trainer = Trainer(task, config, data, out, networks)
     if start is not None:
         trainer.restore(start)
-    batches, validation_batches = make_batches(config, data, task.networks, trainer.step)
+    batches, validation_batches = make_batches(config, data, task.networks, predictor, trainer.step)
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / CONFIG, to_yaml(config).encode())
