@@ -1,4 +1,4 @@
-"""What must not change unless it is meant to: the losses of seeded trainings, and the answers of the shipped networks.
+"""Seeded trainings have the losses of a golden file, and the shipped networks answer the questions of `data/sample`.
 
 If the losses are meant to change, `python tests/test_golden.py` writes them anew.
 """

@@ -96,7 +96,7 @@ class SymbolicSettings:
     backbone: str = "default"
     """The backbone, as `iep.preprocess.backbones.Scenes` names it."""
     programs: str | None = None
-    """As in `NetworkSettings`."""
+    """`predicted`, `ground-truth`, or None for predicted programs if there is a `pg`."""
     beam_size: int = NetworkSettings.beam_size
     max_program_length: int | None = None
     batch_size: int = NetworkSettings.batch_size

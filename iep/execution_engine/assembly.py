@@ -127,7 +127,7 @@ class Running:
     batch_size: int = 1
     """The number of questions of a training minibatch in one process, to which CUDA graphs are fitted."""
     sharing: bool | None = None
-    """As for `ExecutionEngine.planner`."""
+    """Whether equal subtrees run once in these minibatches; None where the results are exactly the same."""
 
     def __post_init__(self):
         check_options(self.placement, self.devices, self.device)

@@ -40,7 +40,7 @@ def weight_grad_context(deferred: bool) -> CallContext:
 
 
 class KeptCall(NamedTuple):
-    """What a call of a layer keeps for the gradients of the layer's parameters."""
+    """The tensors of one call of a layer from which the gradients of the layer's parameters are computed."""
 
     x: Tensor
     """The input."""

@@ -338,6 +338,7 @@ class _Chain(Function):
         call: Call,
         *tokens: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Run the call, and return the new state and the tokens of its layers."""
         # Autograd frees saved tensors after the backward pass. The chain is not kept, because it refers to the results
         # of all calls. `.data` does not share a version counter, which the writes of later calls increase.
         ctx.save_for_backward(values.data, *(each.data for each in chain.made))

@@ -69,7 +69,7 @@ NEW_WORDS_STD = 0.01
 
 
 class Packed(NamedTuple):
-    """What a checkpoint stores of a network."""
+    """The settings and the weights of a network in a checkpoint."""
 
     settings: Mapping[str, Any]
     """All constructor arguments."""
